@@ -1,0 +1,31 @@
+"""Fixtures shared by the whole suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with the real data sets; the test is skipped, visibly, where there is none."""
+    root = os.environ.get("VISION_ATTN_DATA")
+    if not root or not Path(root).is_dir():
+        pytest.skip("VISION_ATTN_DATA names no folder: this test needs the real data")
+    return Path(root)
+
+
+@pytest.fixture(scope="session")
+def cifar10_root(data_root: Path) -> Path:
+    """A folder that holds the official ``cifar-10-batches-py``."""
+    if not (data_root / "cifar-10-batches-py" / "batches.meta").is_file():
+        pytest.skip(f"{data_root} holds no cifar-10-batches-py")
+    return data_root

@@ -1,0 +1,28 @@
+"""Errors that a user can cause, and the words that help to mend them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the caller can mend: the message says what is wrong, where, and what to do.
+
+    The command line prints the message alone and exits with 2; ``--debug`` shows the traceback.
+    """
+
+
+def closest(name: str, candidates: Iterable[str], n: int = 3) -> str:
+    """A hint naming the candidates spelt most like ``name``, or an empty string.
+
+    Args:
+        name: what was asked for.
+        candidates: what exists.
+        n: how many names to offer at most.
+
+    Returns:
+        `` Did you mean a, b?`` with a leading space, ready to be appended to a message.
+    """
+    near = difflib.get_close_matches(name, list(candidates), n=n, cutoff=0.5)
+    return f" Did you mean {', '.join(near)}?" if near else ""
