@@ -1,0 +1,38 @@
+"""The attention core: the only place of this package where queries meet keys.
+
+Outside, tensors are ``(B, N, D)``; inside they are ``(B, H, N, d)``. A ``mask`` is boolean and True means
+*may attend*; a ``bias`` is added to the scores; a row that may attend to nothing gives zeros.
+"""
+
+from __future__ import annotations
+
+from vision_attn.attention.config import AttentionConfig
+from vision_attn.attention.core import Attention, attend, attention_weights
+from vision_attn.attention.kernels import KERNELS, Kernel, Request, choose_kernel
+from vision_attn.attention.masks import causal_mask, merge_masks, padding_mask
+from vision_attn.attention.normalizers import NORMALIZERS
+from vision_attn.attention.positions import resample_grid, sinusoidal_1d, sinusoidal_2d, token_position
+from vision_attn.attention.recorder import Recorder, record
+from vision_attn.attention.scores import SCORES
+
+__all__ = [
+    "KERNELS",
+    "NORMALIZERS",
+    "SCORES",
+    "Attention",
+    "AttentionConfig",
+    "Kernel",
+    "Recorder",
+    "Request",
+    "attend",
+    "attention_weights",
+    "causal_mask",
+    "choose_kernel",
+    "merge_masks",
+    "padding_mask",
+    "record",
+    "resample_grid",
+    "sinusoidal_1d",
+    "sinusoidal_2d",
+    "token_position",
+]

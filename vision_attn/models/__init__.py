@@ -1,0 +1,24 @@
+"""The model zoo: one file per family, all in one registry."""
+
+from __future__ import annotations
+
+from vision_attn.models import cnn, vit  # noqa: F401  (importing registers the models)
+from vision_attn.models.registry import (
+    create_model,
+    description,
+    known_arguments,
+    list_models,
+    model_arguments,
+    model_from_config,
+    register_model,
+)
+
+__all__ = [
+    "create_model",
+    "description",
+    "known_arguments",
+    "list_models",
+    "model_arguments",
+    "model_from_config",
+    "register_model",
+]

@@ -1,0 +1,88 @@
+"""Positions: how tokens learn where they are.
+
+Attention does not see order: shuffle the tokens and the result is shuffled alike. A position breaks that,
+here by an addition to the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOKEN_POSITIONS = ("learned", "sinusoidal", "none")
+
+
+def sinusoidal_1d(length: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """(length, dim) table: sin in the even columns, cos in the odd ones (Vaswani et al. 2017, section 3.5).
+
+    Raises:
+        ValueError: an odd width.
+    """
+    if dim % 2:
+        raise ValueError(f"sinusoidal positions need an even width, got {dim}")
+    frequency = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(temperature) / dim))
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency  # (length, dim / 2)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1).float()
+
+
+def sinusoidal_2d(height: int, width: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """(height · width, dim) table, row by row: half the columns tell the row, half the column of the grid.
+
+    Raises:
+        ValueError: a width that 4 does not divide.
+    """
+    if dim % 4:
+        raise ValueError(f"2-D sinusoidal positions need a width that 4 divides, got {dim}")
+    rows = sinusoidal_1d(height, dim // 2, temperature=temperature)[:, None].expand(-1, width, -1)
+    columns = sinusoidal_1d(width, dim // 2, temperature=temperature)[None].expand(height, -1, -1)
+    return torch.cat([rows, columns], dim=-1).reshape(height * width, dim)
+
+
+def token_position(kind: str, num_prefix: int, grid: tuple[int, int], dim: int) -> tuple[Tensor | None, bool]:
+    """An addition to the tokens.
+
+    Args:
+        kind: ``learned``, ``sinusoidal`` or ``none``.
+        num_prefix: class and register tokens before the grid; a fixed position is zero there.
+        grid: (rows, columns) of patches.
+        dim: width of the tokens.
+
+    Returns:
+        (1, num_prefix + rows · columns, dim) initial values, or None; and whether they are to be learned.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    if kind == "none":
+        return None, False
+    if kind == "learned":
+        return torch.nn.init.trunc_normal_(torch.empty(1, num_prefix + grid[0] * grid[1], dim), std=0.02), True
+    if kind == "sinusoidal":
+        table = sinusoidal_2d(*grid, dim)
+        return torch.cat([table.new_zeros(num_prefix, dim), table])[None], False
+    raise ValueError(f"unknown position {kind!r}; there are: {', '.join(TOKEN_POSITIONS)}")
+
+
+def resample_grid(position: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix: int = 0) -> Tensor:
+    """Positions of a grid of patches at another grid size; those of prefix tokens are kept as they are.
+
+    Args:
+        position: (1, num_prefix + old rows · old columns, D).
+        old, new: (rows, columns).
+        num_prefix: class and register tokens before the grid.
+
+    Returns:
+        (1, num_prefix + new rows · new columns, D), by bicubic interpolation with antialiasing.
+    """
+    if tuple(old) == tuple(new):
+        return position
+    prefix, grid = position[:, :num_prefix], position[:, num_prefix:]
+    if grid.shape[1] != old[0] * old[1]:
+        raise ValueError(f"{grid.shape[1]} positions are no grid of {old[0]} × {old[1]}")
+    grid = grid.reshape(1, *old, -1).permute(0, 3, 1, 2)
+    grid = F.interpolate(grid.float(), size=tuple(new), mode="bicubic", antialias=True, align_corners=False)
+    grid = grid.permute(0, 2, 3, 1).flatten(1, 2).to(position.dtype)
+    return torch.cat([prefix, grid], dim=1)

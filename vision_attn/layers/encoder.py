@@ -1,0 +1,80 @@
+"""A transformer encoder layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
+
+from vision_attn.attention import Attention
+from vision_attn.layers.mlp import Mlp
+
+
+class LayerScale(nn.Module):
+    """Multiplies each channel by a learned number that begins small (Touvron et al. 2021, arXiv 2103.17239)."""
+
+    def __init__(self, dim: int, init_value: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), init_value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """Stochastic depth that grows linearly from 0 at the first layer to ``rate`` at the last."""
+    return [rate * i / max(depth - 1, 1) for i in range(depth)]
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and MLP, each with a residual connection: (B, N, D) → (B, N, D).
+
+    Args:
+        dim: token width D.
+        num_heads: attention heads.
+        mlp_ratio: hidden width of the MLP as a multiple of D.
+        pre_norm: normalize before each half (Xiong et al. 2020, arXiv 2002.04745), or after the residual sum.
+        init_values: initial layer scale; None leaves it out.
+        drop_path: probability that a sample skips a half (Huang et al. 2016, arXiv 1603.09382).
+        dropout: after each projection.
+        act: activation of the MLP.
+        norm_eps: ε of the layer norms.
+        attention: what ``Attention`` takes beyond its width and heads.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        pre_norm: bool = True,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        dropout: float = 0.0,
+        act: str = "gelu",
+        norm_eps: float = 1e-6,
+        attention: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
+        self.attn = Attention(dim, num_heads, proj_dropout=dropout, **(attention or {}))
+        self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
+        self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act=act, dropout=dropout)
+        self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
+        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path else nn.Identity()
+
+    def forward(
+        self, x: Tensor, *, pos: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """``pos`` is added to queries and keys; ``bias`` and ``mask`` as for ``Attention``."""
+        pairs = {"query_pos": pos, "key_pos": pos, "bias": bias, "mask": mask}
+        if self.pre_norm:
+            x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), **pairs)))
+            return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, **pairs))))
+        return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))

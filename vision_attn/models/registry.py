@@ -1,0 +1,137 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from vision_attn.attention import AttentionConfig
+from vision_attn.errors import UserError, closest
+
+Builder = Callable[..., nn.Module]
+
+_MODELS: dict[str, Builder] = {}
+
+COMMON = ("num_classes", "img_size", "in_chans", "attention")
+"""What every model takes, beside its own arguments."""
+
+
+def register_model(builder: Builder) -> Builder:
+    """Decorator: the function's name becomes the model's name, its docstring the description.
+
+    The function takes keywords only and passes them on to the class it builds, over its own defaults.
+    """
+    if builder.__name__ in _MODELS:
+        raise ValueError(f"a model called {builder.__name__} is registered already")
+    _MODELS[builder.__name__] = builder
+    return builder
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Names of this zoo that match a shell wildcard, sorted."""
+    return sorted(name for name in _MODELS if fnmatchcase(name, pattern))
+
+
+def description(name: str) -> str:
+    """The first line of a model's docstring."""
+    return (inspect.getdoc(_MODELS[name]) or "").split("\n")[0]
+
+
+def model_arguments(model: type[nn.Module] | nn.Module) -> dict[str, Any]:
+    """The keywords that a model class takes, with their defaults."""
+    cls = model if isinstance(model, type) else type(model)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def create_model(
+    name: str,
+    *,
+    num_classes: int = 1000,
+    img_size: int | tuple[int, int] | list[int] | None = None,
+    in_chans: int = 3,
+    attention: Mapping[str, Any] | AttentionConfig | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Builds a model with fresh weights.
+
+    Args:
+        name: one of ``list_models()``, or any CNN of timm.
+        num_classes: width of the head.
+        img_size: pixels, one number or (height, width); the model's own default otherwise.
+        in_chans: channels of the images.
+        attention: mechanism choices, see ``AttentionConfig``; for models with attention only.
+        **kwargs: the model's own arguments: ``patch_size``, ``embed_dim``, ``depth``, ``drop_path`` …
+
+    Returns:
+        A module from (B, in_chans, H, W) to (B, num_classes) logits, whose ``config`` says how to build it again.
+
+    Raises:
+        UserError: unknown model (with near names) or unknown argument (with what the model takes).
+        ValueError: arguments that make no sense together.
+    """
+    chosen = AttentionConfig.of(attention).chosen()
+    given: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans}
+    if img_size is not None:
+        given["img_size"] = img_size if isinstance(img_size, int) else list(img_size)
+    if num_classes < 1:
+        raise UserError(f"num_classes={num_classes}: a classifier needs at least one class")
+    if name in _MODELS:
+        if chosen:
+            given["attention"] = chosen
+        model = _build(name, {**given, **kwargs})
+    else:
+        from vision_attn.models.timm_cnn import create_timm_cnn
+
+        if chosen:
+            raise UserError(f"{name!r} is no attention model of this zoo, so attention={chosen} means nothing to it")
+        built = create_timm_cnn(name, num_classes=num_classes, in_chans=in_chans, **kwargs)
+        if built is None:
+            raise UserError(f"unknown model {name!r}.{closest(name, _MODELS)} `vision-attn models` lists them all.")
+        model = built
+    size = getattr(model, "img_size", None) or img_size or 32
+    size = [size, size] if isinstance(size, int) else list(size)
+    model.config = {  # type: ignore[assignment]
+        "task": "classification",
+        "name": name,
+        "args": {**given, **kwargs},
+        "preprocess": {"size": size, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear", "crop_pct": 1.0},
+        "labels": None,
+        "extra": {},
+    }
+    return model
+
+
+def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return _MODELS[name](**arguments)
+    except TypeError as error:
+        # Only Python's complaint about a keyword is the caller's; anything else is ours and stays as it is.
+        if "unexpected keyword argument" not in str(error):
+            raise
+        bad = str(error).split("'")[1]
+        if bad == "attention":
+            raise UserError(f"{name} is a CNN: attention={arguments['attention']} means nothing to it") from error
+        takes = known_arguments(name)
+        raise UserError(
+            f"{name} takes no argument {bad!r}.{closest(bad, takes)} It takes: {', '.join(takes)}."
+        ) from error
+
+
+def known_arguments(name: str) -> list[str]:
+    """Every keyword that a model of this zoo takes."""
+    cls = inspect.signature(_MODELS[name]).return_annotation
+    if isinstance(cls, str):  # postponed annotations
+        cls = getattr(inspect.getmodule(_MODELS[name]), cls)
+    return list(model_arguments(cls))
+
+
+def model_from_config(config: Mapping[str, Any]) -> nn.Module:
+    """The model that ``config`` describes, with fresh weights and the same ``config``."""
+    model = create_model(config["name"], **config["args"])
+    model.config = {**model.config, **config}  # type: ignore[arg-type, assignment, dict-item]
+    return model

@@ -1,0 +1,206 @@
+"""Vision transformers (Dosovitskiy et al. 2020, arXiv 2010.11929), in timm's names and sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vision_attn.attention import AttentionConfig, resample_grid, token_position
+from vision_attn.errors import UserError
+from vision_attn.layers.embed import PatchEmbed, pair
+from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
+from vision_attn.models.registry import register_model
+
+
+class VisionTransformer(nn.Module):
+    """Patches → tokens → encoder layers → pooled → logits. (B, C, H, W) → (B, num_classes).
+
+    Args:
+        img_size: pixels the positions are laid out for; other sizes are taken at any time, and the positions
+            resampled.
+        patch_size: pixels per patch; must divide the image size.
+        in_chans, num_classes: channels in, classes out.
+        embed_dim, depth, num_heads, mlp_ratio: width D, layers, heads, hidden width of the MLP over D.
+        class_token: whether a learned token collects the image.
+        reg_tokens: registers, learned tokens that only take part (Darcet et al. 2023, arXiv 2309.16588).
+        no_embed_class: positions for patches only, none for class and register tokens.
+        global_pool: ``token`` (class token) or ``avg`` (mean of the patch tokens).
+        fc_norm: normalize after pooling instead of before; default: for ``avg``.
+        init_values: initial layer scale, None for none.
+        qkv_bias: whether queries, keys and values have biases.
+        drop_rate: dropout of the pooled features.
+        proj_drop: dropout after each projection.
+        drop_path: stochastic depth of the last layer, growing linearly from 0.
+        attention: mechanism choices, see ``AttentionConfig``.
+
+    Raises:
+        UserError: image and patch size that do not fit, or a pooling that needs a token that is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        class_token: bool = True,
+        reg_tokens: int = 0,
+        no_embed_class: bool = False,
+        global_pool: str = "token",
+        fc_norm: bool | None = None,
+        init_values: float | None = None,
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+        attention: Mapping[str, Any] | AttentionConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if global_pool not in ("token", "avg"):
+            raise UserError(f"global_pool={global_pool!r}: choose 'token' or 'avg'")
+        if global_pool == "token" and not class_token:
+            raise UserError("global_pool='token' needs class_token=True; or choose global_pool='avg'")
+        config = AttentionConfig.of(attention)
+        self.img_size = pair(img_size)
+        self.global_pool = global_pool
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.embedded_prefix = 0 if no_embed_class else self.num_prefix_tokens  # prefix tokens that have a position
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.grid_size = self.patch_embed.grid(self.img_size)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 1e-6) if class_token else None
+        self.reg_token = nn.Parameter(torch.randn(1, reg_tokens, embed_dim) * 1e-6) if reg_tokens else None
+        kind = config.position or "learned"
+        position, learn = token_position(kind, self.embedded_prefix, self.grid_size, embed_dim)
+        self.pos_embed: Tensor | None
+        if position is not None and learn:
+            self.pos_embed = nn.Parameter(position)
+        else:
+            self.register_buffer("pos_embed", position, persistent=False)  # computed again at every build
+        self.fixed_position = kind if position is not None and not learn else None
+        layer = {"qkv_bias": qkv_bias, **config.for_layer()}
+        self.blocks = nn.ModuleList(
+            EncoderLayer(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                init_values=init_values,
+                drop_path=rate,
+                dropout=proj_drop,
+                attention=layer,
+            )
+            for rate in drop_path_rates(drop_path, depth)
+        )
+        after_pool = global_pool == "avg" if fc_norm is None else fc_norm
+        self.norm = nn.Identity() if after_pool else nn.LayerNorm(embed_dim, eps=1e-6)
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if after_pool else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes)
+        init_weights(self)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that weight decay must leave alone."""
+        return {"pos_embed", "cls_token", "reg_token"}
+
+    def _position(self, grid: tuple[int, int]) -> Tensor | None:
+        if self.pos_embed is None or grid == self.grid_size:
+            return self.pos_embed
+        if self.fixed_position is not None:  # a formula is evaluated at the new size, not interpolated
+            table, _ = token_position(self.fixed_position, self.embedded_prefix, grid, self.pos_embed.shape[-1])
+            return None if table is None else table.to(self.pos_embed)
+        return resample_grid(self.pos_embed, self.grid_size, grid, self.embedded_prefix)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, prefix + patches, D) tokens with positions."""
+        position = self._position(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
+        tokens = self.patch_embed(x)
+        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        if position is not None and not self.embedded_prefix:
+            tokens = tokens + position
+        if prefix:
+            tokens = torch.cat([*(t.to(tokens.dtype) for t in prefix), tokens], dim=1)
+        return tokens + position if position is not None and self.embedded_prefix else tokens
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, prefix + patches, D) after the last layer."""
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        """(B, prefix + patches, D) → (B, num_classes)."""
+        x = x[:, 0] if self.global_pool == "token" else x[:, self.num_prefix_tokens :].mean(dim=1)
+        return self.head(self.head_drop(self.fc_norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def init_weights(model: nn.Module) -> None:
+    """Truncated normal of deviation 0.02 for linear layers, zero biases, LeCun normal for convolutions."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Conv2d):
+            fan_in = module.weight[0].numel()
+            nn.init.trunc_normal_(module.weight, std=math.sqrt(1 / fan_in))
+        if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _size(embed_dim: int, num_heads: int, patch_size: int, img_size: int = 224, **more: Any) -> dict[str, Any]:
+    return {"embed_dim": embed_dim, "num_heads": num_heads, "patch_size": patch_size, "img_size": img_size, **more}
+
+
+def _average_pooled(embed_dim: int, num_heads: int, registers: int, **more: Any) -> dict[str, Any]:
+    pooled = {"class_token": False, "no_embed_class": True, "global_pool": "avg", "reg_tokens": registers}
+    return _size(embed_dim, num_heads, 16, 256, **pooled, **more)
+
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": _size(192, 3, 16),
+    "vit_tiny_patch16_384": _size(192, 3, 16, 384),
+    "vit_small_patch32_224": _size(384, 6, 32),
+    "vit_small_patch16_224": _size(384, 6, 16),
+    "vit_small_patch16_384": _size(384, 6, 16, 384),
+    "vit_small_patch8_224": _size(384, 6, 8),
+    "vit_base_patch32_224": _size(768, 12, 32),
+    "vit_base_patch32_384": _size(768, 12, 32, 384),
+    "vit_base_patch16_224": _size(768, 12, 16),
+    "vit_base_patch16_384": _size(768, 12, 16, 384),
+    "vit_base_patch8_224": _size(768, 12, 8),
+    "vit_large_patch16_224": _size(1024, 16, 16, depth=24),
+    "vit_large_patch16_384": _size(1024, 16, 16, 384, depth=24),
+    "vit_wee_patch16_reg1_gap_256": _average_pooled(256, 4, 1, depth=14, init_values=1e-5, mlp_ratio=5.0),
+    "vit_little_patch16_reg4_gap_256": _average_pooled(320, 5, 4, depth=14, init_values=1e-5, mlp_ratio=5.6),
+    "vit_medium_patch16_reg4_gap_256": _average_pooled(512, 8, 4, init_values=1e-5),
+    "vit_betwixt_patch16_reg4_gap_256": _average_pooled(640, 10, 4, init_values=1e-5),
+    "vit_base_patch16_reg4_gap_256": _average_pooled(768, 12, 4),
+}
+
+
+def _register(name: str, size: dict[str, Any]) -> None:
+    def build(**kwargs: Any) -> VisionTransformer:
+        return VisionTransformer(**{**size, **kwargs})
+
+    build.__name__ = build.__qualname__ = name
+    registers = f", {size['reg_tokens']} registers" if size.get("reg_tokens") else ""
+    pool = "average pooling" if size.get("global_pool") == "avg" else "class token"
+    build.__doc__ = (
+        f"ViT, width {size['embed_dim']}, {size.get('depth', 12)} layers of {size['num_heads']} heads, "
+        f"patch {size['patch_size']}, {pool}{registers}."
+    )
+    register_model(build)
+
+
+for _name, _arguments in _SIZES.items():
+    _register(_name, _arguments)
