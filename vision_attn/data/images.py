@@ -1,0 +1,107 @@
+"""Image files into pixels: one way of reading and resizing for training, evaluation and prediction."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from vision_attn.errors import UserError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """Decode a file completely, turn it as its EXIF tag says, and make it RGB.
+
+    Raises:
+        UserError: when the file is missing, truncated or no image.
+    """
+    try:
+        with Image.open(path) as picture:
+            picture.load()
+            return to_rgb(ImageOps.exif_transpose(picture))
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
+        raise UserError(f"Cannot read the image {path}: {reason}. Replace or delete it.") from error
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """RGB with 8 bits: 16-bit greys are scaled down, transparency is laid over white.
+
+    Pillow's own ``convert("RGB")`` clips 16-bit greys, which turns most of such an image white.
+    """
+    if picture.mode.startswith("I") or picture.mode == "F":
+        values = np.asarray(picture).astype(np.float32)
+        # whatever the file's own range: 16-bit files fill 0..65535, floating-point ones usually 0..1 or 0..255
+        top = 65535.0 if values.max(initial=0.0) > 255.0 else (255.0 if values.max(initial=0.0) > 1.0 else 1.0)
+        return Image.fromarray((values * (255.0 / top)).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return picture.convert("RGB")
+
+
+def to_tensor(picture: Image.Image) -> Tensor:
+    """(3, H, W) uint8 of an RGB picture."""
+    return torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1).contiguous()
+
+
+def resize_and_crop(picture: Image.Image, size: tuple[int, int], crop_pct: float = 1.0) -> Tensor:
+    """Resize so that the image just covers ``size / crop_pct`` and cut ``size`` out of its middle.
+
+    Args:
+        picture: RGB.
+        size: (H, W).
+        crop_pct: share of the shorter side that is kept.
+
+    Returns:
+        (3, H, W) uint8.
+    """
+    height, width = size
+    scale = max(height / picture.height, width / picture.width) / crop_pct
+    inner_w, inner_h = width / scale, height / scale
+    left, top = (picture.width - inner_w) / 2, (picture.height - inner_h) / 2
+    box = (left, top, left + inner_w, top + inner_h)
+    return to_tensor(_resize(picture, size, box))
+
+
+def resized_crop(picture: Image.Image, size: tuple[int, int], smallest: float, draw: list[float]) -> Tensor:
+    """A random part of the image, resized (Szegedy et al. 2015).
+
+    Args:
+        picture: RGB.
+        size: (H, W) of the result.
+        smallest: least share of the area that is kept.
+        draw: four uniform numbers: area, aspect ratio, vertical and horizontal place.
+
+    Returns:
+        (3, H, W) uint8.
+    """
+    area = (smallest + (1.0 - smallest) * draw[0]) * picture.width * picture.height
+    aspect = math.exp((2.0 * draw[1] - 1.0) * math.log(4 / 3)) * size[1] / size[0]
+    # a box that sticks out is cut to the image: one draw always gives one box, without retrying
+    width = min(math.sqrt(area * aspect), picture.width)
+    height = min(math.sqrt(area / aspect), picture.height)
+    left, top = draw[3] * (picture.width - width), draw[2] * (picture.height - height)
+    return to_tensor(_resize(picture, size, (left, top, left + width, top + height)))
+
+
+def _resize(picture: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+    height, width = size
+    left, top = max(box[0], 0.0), max(box[1], 0.0)
+    right, bottom = min(box[2], float(picture.width)), min(box[3], float(picture.height))
+    if (left, top, right, bottom) == (0.0, 0.0, width, height) == (0.0, 0.0, picture.width, picture.height):
+        return picture
+    return picture.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
+
+
+def fingerprint(path: str, label: int) -> bytes:
+    """Class, file name and size in bytes of a file."""
+    return f"{label}/{os.path.basename(path)}:{os.path.getsize(path)}\n".encode()
