@@ -1,0 +1,216 @@
+"""From images of any kind to class names and probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from vision_attn.data.images import EXTENSIONS, read_image, resize_and_crop, to_rgb
+from vision_attn.errors import UserError
+
+ImageLike: TypeAlias = str | Path | Image.Image | np.ndarray | Tensor
+PROGRESS_AFTER = 2.0  # seconds: shorter jobs need no progress bar
+
+
+@dataclasses.dataclass
+class Classification:
+    """What a classifier says about one image.
+
+    Attributes:
+        label: the likeliest class; its index as text when the model knows no names.
+        index: its number.
+        score: its probability, 0 to 1.
+        topk: the likeliest classes with their probabilities, best first.
+        source: the file, or ``image 3`` for the fourth of those given.
+    """
+
+    label: str
+    index: int
+    score: float
+    topk: list[tuple[str, float]]
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, ready for JSON."""
+        return {**dataclasses.asdict(self), "topk": [{"label": label, "score": p} for label, p in self.topk]}
+
+
+def predict(
+    model: nn.Module,
+    images: ImageLike | Iterable[ImageLike],
+    *,
+    batch_size: int = 32,
+    topk: int = 5,
+    device: str | torch.device | None = None,
+    progress: bool = False,
+) -> list[Classification]:
+    """Classify images, preprocessed as the model was trained (``model.config["preprocess"]``).
+
+    All kinds of input go through the same 8-bit RGB pixels, so the same picture gives the same answer however
+    it is handed in.
+
+    Args:
+        model: from ``load_model`` or ``create_model``.
+        images: one or a list of: path, folder (searched through), PIL image, array ``(H, W)`` or ``(H, W, C)``, tensor
+            ``(C, H, W)`` or ``(B, C, H, W)``. Integers are raw pixels 0…255 (16-bit: 0…65535), floats 0…1; never
+            normalised ones. C is 1, 3 or 4.
+        batch_size: images per forward pass.
+        topk: how many classes to report.
+        device: the model is moved there; ``None`` leaves it where it is.
+        progress: show a bar on standard error when it takes more than a moment.
+
+    Returns:
+        One :class:`Classification` per image, in the order given (folders sorted by name).
+
+    Raises:
+        UserError: a file is missing or broken, an array is no image, the model has no configuration.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, dict) or not config.get("preprocess"):
+        raise UserError("The model has no preprocessing in .config: build it with create_model or load_model.")
+    if batch_size < 1 or topk < 1:
+        raise UserError(f"batch_size and topk must be at least 1, got {batch_size} and {topk}.")
+    sources = list(_expand(images))
+    if device is not None:
+        model.to(device)
+    results: list[Classification] = []
+    was_training = model.training
+    model.eval()
+    try:
+        for start in _steps(range(0, len(sources), batch_size), progress, len(sources)):
+            chunk = sources[start : start + batch_size]
+            x = preprocess([_picture(image, source) for image, source in chunk], config)  # (B, C, H, W)
+            results += _classify(model, x, [source for _, source in chunk], config.get("labels"), topk)
+    finally:
+        model.train(was_training)
+    return results
+
+
+def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tensor:
+    """Resize, crop and normalise RGB pictures as a model's configuration says; ``(B, C, H, W)`` float."""
+    settings = config["preprocess"]
+    size = (int(settings["size"][0]), int(settings["size"][1]))
+    x = torch.stack([resize_and_crop(p, size, float(settings.get("crop_pct") or 1.0)) for p in pictures])
+    x = x.float() / 255.0
+    if config.get("args", {}).get("in_chans", 3) == 1:
+        x = (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)  # ITU-R 601 luma
+    mean, std = (torch.tensor(settings[key], dtype=torch.float32)[:, None, None] for key in ("mean", "std"))
+    return (x - mean) / std
+
+
+def _classify(
+    model: nn.Module, x: Tensor, sources: Sequence[str], labels: Sequence[str] | None, topk: int
+) -> list[Classification]:
+    """One forward pass over ``(B, C, H, W)``."""
+    where = next(model.parameters())
+    with torch.inference_mode():
+        probabilities = model(x.to(where.device, where.dtype)).float().softmax(-1)  # (B, classes)
+    classes = probabilities.shape[-1]
+    if labels is not None and len(labels) != classes:
+        raise UserError(f"The model has {classes} outputs, but its configuration names {len(labels)} labels.")
+    names = labels or [str(i) for i in range(classes)]
+    scores, indices = probabilities.topk(min(topk, classes), dim=-1)
+    return [
+        Classification(names[i[0]], i[0], p[0], [(names[j], q) for j, q in zip(i, p, strict=True)], source)
+        for i, p, source in zip(indices.tolist(), scores.tolist(), sources, strict=True)
+    ]
+
+
+def _expand(images: ImageLike | Iterable[ImageLike]) -> Iterator[tuple[ImageLike, str]]:
+    """Single images with the names they are reported under; files are not opened yet."""
+    single = isinstance(images, (str, Path, Image.Image, np.ndarray, Tensor))
+    count = 0
+    for item in [images] if single else images:  # type: ignore[union-attr,list-item]
+        if isinstance(item, (str, Path)):
+            for path in _files(Path(item).expanduser()):
+                yield path, str(path)
+                count += 1
+            continue
+        # a tensor with four axes, or an array with four, is a batch
+        members: Iterable[Any] = item if isinstance(item, (Tensor, np.ndarray)) and item.ndim == 4 else [item]
+        for member in members:
+            yield member, f"image {count}"
+            count += 1
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the image files below a folder, sorted."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    if not found:
+        raise UserError(f"{path} holds no images ({' '.join(EXTENSIONS)}).")
+    return found
+
+
+def _picture(image: ImageLike, source: str) -> Image.Image:
+    """RGB with 8 bits out of anything that ``predict`` takes."""
+    if isinstance(image, (str, Path)):
+        return read_image(image)
+    if isinstance(image, Image.Image):
+        return to_rgb(ImageOps.exif_transpose(image))
+    if isinstance(image, Tensor):
+        array = image.detach().cpu()
+        array = array.float() if array.dtype == torch.bfloat16 else array  # numpy has no bfloat16
+        pixels = array.numpy()
+        pixels = pixels.transpose(1, 2, 0) if pixels.ndim == 3 else pixels
+    elif isinstance(image, np.ndarray):
+        pixels = image
+    else:
+        kind = type(image).__name__
+        raise UserError(f"{source}: cannot make an image of {kind}; give a path, PIL image, array or tensor.")
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)) or 0 in pixels.shape:
+        kind = "tensors are (C, H, W)" if isinstance(image, Tensor) else "arrays are (H, W) or (H, W, C)"
+        raise UserError(f"{source}: shape {tuple(image.shape)} is no image; {kind} with 1, 3 or 4 channels.")
+    pixels = _eight_bits(pixels, source)
+    pixels = pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels
+    return to_rgb(Image.fromarray(np.ascontiguousarray(pixels)))
+
+
+def _eight_bits(pixels: np.ndarray, source: str) -> np.ndarray:
+    """Raw pixels of any type as uint8.
+
+    Raises:
+        UserError: values outside the range of their type's pixels.
+    """
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype == np.bool_:
+        return pixels.astype(np.uint8) * 255
+    low, high = float(pixels.min()), float(pixels.max())
+    is_float = np.issubdtype(pixels.dtype, np.floating)
+    top = 1.0 if is_float else 65535.0 if pixels.dtype == np.uint16 else 255.0
+    if not (low >= -1e-6 and high <= top + 1e-6):  # written so that NaN fails too
+        raise UserError(
+            f"{source}: values from {low:.3g} to {high:.3g}; raw pixels are 0…{top:.0f} for {pixels.dtype} "
+            f"(predict normalises them itself)."
+        )
+    return np.rint(pixels.astype(np.float64) * (255.0 / top)).clip(0, 255).astype(np.uint8)
+
+
+def _steps(steps: range, progress: bool, total: int) -> Iterator[int]:
+    """The steps, with a bar on standard error once they have taken more than a moment."""
+    bar, task, begin = None, None, time.monotonic()
+    try:
+        for step in steps:
+            yield step
+            if progress and bar is None and time.monotonic() - begin > PROGRESS_AFTER:
+                from rich.console import Console
+                from rich.progress import Progress
+
+                bar = Progress(console=Console(stderr=True), transient=True)
+                task = bar.add_task("images", total=total)
+                bar.start()
+            if bar is not None and task is not None:
+                bar.update(task, completed=min(step + steps.step, total))
+    finally:
+        if bar is not None:
+            bar.stop()

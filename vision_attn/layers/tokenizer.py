@@ -1,0 +1,109 @@
+"""Tokens from a few convolutions instead of one cut into patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.errors import UserError
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "none": nn.Identity}
+POOLS = ("max", "none")
+
+
+class ConvTokenizer(nn.Module):
+    """Convolution, (norm,) activation, max pool, ``n_layers`` times; the last grid becomes the tokens.
+
+    Hassani et al., "Escaping the Big Data Paradigm with Compact Transformers" (2021, arXiv 2104.05704).
+    Overlapping patches and the locality of convolutions are what lets a transformer learn from 50,000 images.
+
+    Tensor legend: B batch, C channels, N tokens = h * w, D ``embed_dim``.
+
+    Args:
+        in_chans: channels of the images.
+        embed_dim: width of a token.
+        n_layers: number of convolution stages.
+        channels: widths of the stages before the last (which has ``embed_dim``): one number for all, or a list
+            of ``n_layers - 1``.
+        kernel_size: side of the convolutions, in pixels.
+        stride: of the convolutions.
+        padding: of the convolutions; ``None`` means ``kernel_size // 2``.
+        pool: ``"max"`` (3x3, stride ``pool_stride``) or ``"none"``.
+        pool_size: side of the pooling window.
+        pool_stride: stride of the pooling window.
+        norm: batch norm after each convolution; the paper has none.
+        act: ``relu``, ``gelu``, ``silu`` or ``none``.
+        bias: bias of the convolutions.
+
+    Raises:
+        UserError: an unknown activation or pool, or a wrong number of channels.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_chans: int = 3,
+        embed_dim: int = 128,
+        n_layers: int = 2,
+        channels: int | Sequence[int] = 64,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: int | None = None,
+        pool: str = "max",
+        pool_size: int = 3,
+        pool_stride: int = 2,
+        norm: bool = False,
+        act: str = "relu",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if act not in ACTIVATIONS:
+            raise UserError(f"tokenizer act {act!r} is unknown; choose from {', '.join(ACTIVATIONS)}.")
+        if pool not in POOLS:
+            raise UserError(f"tokenizer pool {pool!r} is unknown; choose from {', '.join(POOLS)}.")
+        hidden = [channels] * (n_layers - 1) if isinstance(channels, int) else list(channels)
+        if n_layers < 1 or len(hidden) != n_layers - 1:
+            raise UserError(
+                f"tokenizer channels {channels} do not fit n_layers={n_layers}: the last stage has embed_dim channels, "
+                f"so give {max(n_layers - 1, 0)} numbers."
+            )
+        self.kernel_size, self.stride = kernel_size, stride
+        self.padding = kernel_size // 2 if padding is None else padding
+        self.pool_size, self.pool_stride = (pool_size, pool_stride) if pool == "max" else (1, 1)
+        widths = [in_chans, *hidden, embed_dim]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(a, b, kernel_size, stride=stride, padding=self.padding, bias=bias) for a, b in pairwise(widths)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c) if norm else nn.Identity() for c in widths[1:])
+        self.act = ACTIVATIONS[act]()
+        for conv in self.convs:
+            nn.init.kaiming_normal_(conv.weight)
+
+    def grid(self, img_size: Sequence[int]) -> tuple[int, int]:
+        """Tokens down and across for an image of ``(H, W)`` pixels.
+
+        Raises:
+            UserError: the image is smaller than the kernels need.
+        """
+
+        def side(n: int) -> int:
+            for _ in self.convs:
+                n = (n + 2 * self.padding - self.kernel_size) // self.stride + 1
+                n = (n + 2 * (self.pool_size // 2) - self.pool_size) // self.pool_stride + 1
+            return n
+
+        rows, columns = side(img_size[0]), side(img_size[1])
+        if min(rows, columns) < 1:
+            raise UserError(f"img_size {list(img_size)} is too small for the tokenizer ({len(self.convs)} stages).")
+        return rows, columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``(B, C, H, W)`` to tokens ``(B, N, D)``, row by row."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = self.act(norm(conv(x)))
+            if self.pool_stride > 1 or self.pool_size > 1:
+                x = F.max_pool2d(x, self.pool_size, self.pool_stride, self.pool_size // 2)
+        return x.flatten(2).transpose(1, 2)  # (B, D, h, w) -> (B, N, D)
