@@ -15,7 +15,7 @@ SCORES: dict[str, Callable[[], Score]] = {}
 
 
 class Score(nn.Module):
-    """Compares ``q`` (B, H, N, d) with ``k`` (B, H, M, d); H of k may be fewer heads, shared by groups of query heads."""
+    """Compares ``q`` (B, H, N, d) with ``k`` (B, G, M, d), where groups of query heads share a key head."""
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float] | None:
         """``(q', k', scale)`` with score = scale · q'·k', or None where the score is no bilinear form."""
@@ -73,7 +73,7 @@ class Dot(Score):
 
 @register_score("scaled_dot")
 class ScaledDot(Score):
-    """q·k/√d: keeps the variance of the score at 1 for unit-variance q and k (Vaswani et al. 2017, arXiv 1706.03762)."""
+    """q·k/√d: variance 1 for q and k of unit variance (Vaswani et al. 2017, arXiv 1706.03762)."""
 
     def as_dot(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
         return q, k, q.shape[-1] ** -0.5
