@@ -1,6 +1,7 @@
 """Data sets, augmentation and loaders. Importing this package registers every data set."""
 
 from vision_attn.data import cifar as cifar
+from vision_attn.data import image_folder as image_folder
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.config import AugmentConfig
 from vision_attn.data.datamodule import ImageData

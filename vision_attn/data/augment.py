@@ -16,6 +16,8 @@ from vision_attn.data.mixing import draw_mix, mix
 from vision_attn.data.policy import color_jitter, rand_augment
 from vision_attn.data.randomness import Stream, hashes, uniforms
 
+_CHUNK_PIXELS = 128 * 3 * 32 * 32  # 0.4 MB of bytes, 1.5 MB of float32
+
 
 class Augmenter:
     """Augments and normalises batches. Every draw is a function of (seed, epoch, sample), see ``randomness``.
@@ -125,11 +127,24 @@ class Augmenter:
                 images, config.randaugment, config.randaugment_magnitude, self.seed, epoch, index, lane
             )
         if config.color_jitter:
-            streams = (Stream.BRIGHTNESS, Stream.CONTRAST, Stream.SATURATION)
-            images = color_jitter(images, config.color_jitter, self._draw(epoch, index, streams, lane))
+            draw = self._draw(epoch, index, (Stream.BRIGHTNESS, Stream.CONTRAST, Stream.SATURATION), lane)
+            images = color_jitter(images, config.color_jitter, draw)
         return images
 
     def _view(self, images: Tensor, index: Tensor, epoch: int, cropped: bool, lane: int) -> Tensor:
+        """One augmented and normalised version of every image."""
+        if images.device.type != "cpu" or images.numel() <= _CHUNK_PIXELS:
+            return self._view_chunk(images, index, epoch, cropped, lane)
+        # in pieces that stay in the cache: a batch of 512 costs four of 128, and not eight
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        out = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
+        size = max(1, _CHUNK_PIXELS // images[0].numel())
+        for start in range(0, len(images), size):
+            part = slice(start, start + size)
+            out[part] = self._view_chunk(images[part], index[part], epoch, cropped, lane)
+        return out
+
+    def _view_chunk(self, images: Tensor, index: Tensor, epoch: int, cropped: bool, lane: int) -> Tensor:
         images = self.normalize(self.pixels(images, index, epoch, cropped, lane))
         return self._erase(images, index, epoch, lane) if self.config.erase else images
 

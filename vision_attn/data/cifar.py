@@ -41,7 +41,7 @@ def _empty_array(kind: type, shape: tuple[int, ...], code: Any) -> np.ndarray:
 
 
 def _number_type(code: Any, *flags: Any) -> np.dtype:
-    kind = np.dtype(code if isinstance(code, (str, bytes)) else "V")
+    kind = np.dtype(code if isinstance(code, str) else "V")
     if kind.kind not in "biuf":
         raise pickle.UnpicklingError(f"it holds an array of {kind}")
     return kind
@@ -150,8 +150,7 @@ class _Cifar(Source):
         """Images (n, 3, 32, 32) uint8 and labels (n,) of one file."""
         content = self._read(name, md5)
         pixels, labels = content.get("data"), content.get(self.label_key)
-        rows = pixels.shape if isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 else ()
-        if len(rows) != 2 or rows[1] != 3072:
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (3072,):
             raise self._damaged(name, "its 'data' is not an (n, 3072) array of bytes")
         if not isinstance(labels, list) or len(labels) != len(pixels):
             raise self._damaged(name, f"it has {len(pixels)} images but not as many {self.label_key!r}")

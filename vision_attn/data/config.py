@@ -33,7 +33,7 @@ class AugmentConfig:
             sample takes one of the two with equal chance.
         mix_probability: share of samples that are mixed.
         randaugment: operations per image, each drawn from the policy's 14 (Cubuk et al. 2020). 0: off.
-        randaugment_magnitude: 0 (nothing) to 10 (strongest).
+        randaugment_magnitude: 0 (weakest) to 10 (strongest).
         color_jitter: brightness, contrast and saturation are each scaled by up to 1 +- this. 0: off.
     """
 

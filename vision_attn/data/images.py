@@ -26,7 +26,7 @@ def read_image(path: str | Path) -> Image.Image:
         with Image.open(path) as picture:
             picture.load()
             return to_rgb(ImageOps.exif_transpose(picture))
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except Exception as error:  # a damaged file can fail in every way there is
         reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
         raise UserError(f"Cannot read the image {path}: {reason}. Replace or delete it.") from error
 
@@ -38,8 +38,10 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     """
     if picture.mode.startswith("I") or picture.mode == "F":
         values = np.asarray(picture).astype(np.float32)
-        # whatever the file's own range: 16-bit files fill 0..65535, floating-point ones usually 0..1 or 0..255
-        top = 65535.0 if values.max(initial=0.0) > 255.0 else (255.0 if values.max(initial=0.0) > 1.0 else 1.0)
+        # 16 bits are 0..65535; wider kinds do not say what white is, so the largest value decides
+        largest = values.max(initial=0.0)
+        is_16_bit = picture.mode.startswith("I;16") or largest > 255.0
+        top = 65535.0 if is_16_bit else (1.0 if picture.mode == "F" and largest <= 1.0 else 255.0)
         return Image.fromarray((values * (255.0 / top)).clip(0, 255).astype(np.uint8)).convert("RGB")
     if picture.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in picture.info:
         layer = picture.convert("RGBA")

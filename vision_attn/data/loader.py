@@ -81,6 +81,7 @@ class TrainLoader:
         if self._length == 0:
             raise UserError(f"{len(data)} training image(s) cannot be shared by {world} processes: use fewer devices.")
         self._epoch, self._batch, self._fresh = 0, 0, True
+        self._keys = _Keys()
         self._workers: DataLoader | None = None
 
     # -- what Lightning looks for ---------------------------------------------------------------
@@ -155,29 +156,32 @@ class TrainLoader:
         epoch = self._epoch
         rows = self.rows(epoch)[self._batch :]
         self._fresh = False
-        source = self._from_memory(rows, epoch) if isinstance(self.data, MemorySet) else self._streamed(rows, epoch)
+        data = self.data
+        source = (
+            self._from_memory(data, rows, epoch) if isinstance(data, MemorySet) else self._streamed(data, rows, epoch)
+        )
         for batch in source:
             batch["epoch"] = epoch
             self._batch += 1
             yield batch
 
-    def _from_memory(self, rows: list[Tensor], epoch: int) -> Iterator[dict[str, Any]]:
-        assert isinstance(self.data, MemorySet)
+    def _from_memory(self, data: MemorySet, rows: list[Tensor], epoch: int) -> Iterator[dict[str, Any]]:
         for chosen in rows:
-            batch = self.data.batch(chosen)
+            batch = data.batch(chosen)
             if self.partners:
                 draw = hashes(self.seed, epoch, batch["index"], [Stream.MIX_PARTNER])[:, 0]
-                partner = self.data.batch(draw.remainder(len(self.data)))
+                partner = data.batch(draw.remainder(len(data)))
                 batch.update(partner_image=partner["image"], partner_label=partner["label"])
             yield batch
 
-    def _streamed(self, rows: list[Tensor], epoch: int) -> Iterator[dict[str, Any]]:
+    def _streamed(self, data: StreamedSet, rows: list[Tensor], epoch: int) -> Iterator[dict[str, Any]]:
         keys = [[(epoch, row) for row in chosen.tolist()] for chosen in rows]
-        if self._workers is None or self.num_workers == 0:
-            self._keys = _Keys()
-            self._workers = streaming_loader(self.data, self._keys, self.num_workers)
+        if self._workers is None:
+            self._workers = streaming_loader(data, self._keys, self.num_workers)
         self._keys.keys = keys
-        yield from checked(self._workers)
+        for batch in checked(self._workers):
+            batch["cropped"] = data.resized_crop > 0
+            yield batch
 
 
 class EvalLoader:

@@ -1,0 +1,136 @@
+"""One's own images: one folder per class."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vision_attn.data.images import EXTENSIONS, read_image, resize_and_crop
+from vision_attn.data.sets import MemorySet, StreamedSet
+from vision_attn.data.sources import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Source,
+    SourceOptions,
+    Split,
+    hold_out,
+    register_source,
+)
+from vision_attn.errors import UserError
+
+
+@register_source("image_folder")
+class ImageFolder(Source):
+    """``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``, or ``root/<class>/...``.
+
+    Without ``val`` a tenth of the training images, or ``val_fraction`` of them, is held out. Without ``train``, ``val``
+    and ``test`` the images are split 70 / 15 / 15. Both splits are balanced over classes and never change. Classes
+    are the folders of the training images, in alphabetical order; images may lie in folders below them.
+
+    Every image is resized to cover ``img_size`` (224 x 224 by default) and its middle is cut out. Folders that fit in
+    memory are decoded once, when they are opened, which finds files that cannot be read; larger ones are decoded
+    as they are needed.
+
+    Raises:
+        UserError: no root, no class folders, a class folder with no images, a class outside training, an
+            unreadable file.
+    """
+
+    mean, std = IMAGENET_MEAN, IMAGENET_STD
+
+    def __init__(self, options: SourceOptions) -> None:
+        super().__init__(options)
+        if options.root is None:
+            raise UserError("data.name=image_folder needs data.root: the folder that holds one folder per class.")
+        self.root = Path(options.root).expanduser()
+        if not self.root.is_dir():
+            raise UserError(f"There is no folder {self.root}: data.root names the folder with one folder per class.")
+        self.size = options.img_size or (224, 224)
+        self.flat = not (self.root / "train").is_dir()
+        if (self.root / "val").is_dir() and not self.flat and options.val_fraction is not None:
+            raise UserError(
+                f"{self.root / 'val'} holds the validation images, so data.val_fraction has nothing to say: leave it "
+                "out, or rename that folder."
+            )
+        training = self.root if self.flat else self.root / "train"
+        self.labels = _class_folders(training)
+        if not self.labels:
+            raise UserError(f"{training} has no class folders: expected {training}/<class>/<image>.")
+        self._files = {"train": self._list(training)}
+        for split in ("val", "test"):
+            if not self.flat and (self.root / split).is_dir():
+                self._files[split] = self._list(self.root / split)
+
+    def _list(self, folder: Path) -> tuple[list[str], Tensor]:
+        """Paths and labels (N,) of all images below a folder of class folders."""
+        names = _class_folders(folder)
+        strange = sorted(set(names) - set(self.labels))
+        if strange:
+            raise UserError(f"{folder / strange[0]} is a class that no training image has: there are {self.labels}.")
+        paths: list[str] = []
+        labels: list[int] = []
+        for name in names:
+            found = _images_below(folder / name)
+            if not found:
+                raise UserError(f"The class folder {folder / name} holds no images: add some or delete it.")
+            paths += found
+            labels += [self.labels.index(name)] * len(found)
+        return paths, torch.tensor(labels, dtype=torch.int64)
+
+    def _rows(self, split: Split) -> tuple[list[str], Tensor, Tensor | None]:
+        """Files and labels that a split is taken from, and which rows of them; None for all."""
+        share = self.options.val_fraction
+        if self.flat:
+            paths, labels = self._files["train"]
+            rest, test = hold_out(labels, 0.15)
+            kept, val = hold_out(labels[rest], 0.15 / 0.85 if share is None else share)
+            return paths, labels, {"train": rest[kept], "val": rest[val], "test": test}[split]
+        if split in self._files and (split != "train" or "val" in self._files):
+            return *self._files[split], None
+        if split == "test":
+            return [], torch.empty(0, dtype=torch.int64), None
+        paths, labels = self._files["train"]
+        kept, val = hold_out(labels, 0.1 if share is None else share)
+        return paths, labels, kept if split == "train" else val
+
+    def load(self, split: Split) -> MemorySet | StreamedSet | None:
+        paths, labels, rows = self._rows(split)
+        ids = torch.arange(len(labels))
+        if rows is not None:
+            paths, labels, ids = [paths[row] for row in rows.tolist()], labels[rows], ids[rows]
+        if not paths:
+            return None
+        height, width = self.size
+        if len(paths) * 3 * height * width > self.options.memory_limit:
+            crop = self.options.resized_crop if split == "train" else 0.0
+            return StreamedSet(paths, labels, ids, size=self.size, seed=self.options.seed, resized_crop=crop)
+        images = torch.empty(len(paths), 3, height, width, dtype=torch.uint8)
+
+        def decode(row: int) -> None:
+            images[row] = resize_and_crop(read_image(paths[row]), self.size)
+
+        # Pillow lets go of the interpreter while it decodes and resizes, so threads are enough
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(decode, range(len(paths))))
+        return MemorySet(images, labels, ids)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _images_below(folder: Path) -> list[str]:
+    """Image files below ``folder``, sorted; others are counted and named in a warning."""
+    files = sorted(
+        entry for entry in folder.rglob("*") if entry.is_file() and not entry.name.startswith((".", "Thumbs.db"))
+    )
+    images = [str(entry) for entry in files if entry.suffix.lower() in EXTENSIONS]
+    others = [entry for entry in files if entry.suffix.lower() not in EXTENSIONS]
+    if others:
+        warnings.warn(f"{folder}: {len(others)} file(s) are not images, such as {others[0].name}.", stacklevel=4)
+    return images
