@@ -6,6 +6,7 @@ d head width, e value width.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from vision_attn.attention.masks import check_pairwise, open_rows
 from vision_attn.attention.normalizers import resolve_normalizer
 from vision_attn.attention.recorder import Recorder
 from vision_attn.attention.scores import Score, resolve_score
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[None]:
+    """The kernels decide on their own precision. The meta device, where only shapes are worked out, has no autocast."""
+    return nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -112,7 +118,7 @@ def attend(
     Raises:
         ValueError: shapes that do not fit (both are named), unknown names, or a kernel that cannot serve this.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return _run(*_operands(q, k, v, score, bias, mask, normalizer, dropout), kernel)
 
 
@@ -126,7 +132,7 @@ def attention_weights(
     normalizer: str = "softmax",
 ) -> Tensor:
     """The (B, H, N, M) weights themselves; arguments as for ``attend``. Rows sum to 1, or 0 where all is masked."""
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         o, some = _operands(q, k, k, score, bias, mask, normalizer, 0.0)
         weights = weights_of(o)
         return weights if some is None else weights * some
@@ -269,7 +275,7 @@ class Attention(nn.Module):
         """
         q, k, v = self._project(x, context, query_pos, key_pos)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q):
             dropout = self.dropout if self.training else 0.0
             o, some = _operands(q, k, v, self.score, bias, mask, self.normalizer, dropout)
             out = _run(o, some, self.kernel)

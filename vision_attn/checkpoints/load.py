@@ -131,7 +131,7 @@ def _without_head(
     return {**{key: value for key, value in state.items() if not key.startswith(prefix)}, **fresh}
 
 
-def _resample_positions(state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _resample_positions(state: Mapping[str, Tensor], model: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Learned positions of the old grid at the grid of ``model``."""
     old, own = state.get("pos_embed"), model.state_dict().get("pos_embed")
     if old is None or own is None or not hasattr(model, "grid_size"):

@@ -74,13 +74,14 @@ class ConvTokenizer(nn.Module):
         self.padding = kernel_size // 2 if padding is None else padding
         self.pool_size, self.pool_stride = (pool_size, pool_stride) if pool == "max" else (1, 1)
         widths = [in_chans, *hidden, embed_dim]
-        self.convs = nn.ModuleList(
+        convs = [
             nn.Conv2d(a, b, kernel_size, stride=stride, padding=self.padding, bias=bias) for a, b in pairwise(widths)
-        )
+        ]
+        for conv in convs:
+            nn.init.kaiming_normal_(conv.weight)
+        self.convs = nn.ModuleList(convs)
         self.norms = nn.ModuleList(nn.BatchNorm2d(c) if norm else nn.Identity() for c in widths[1:])
         self.act = ACTIVATIONS[act]()
-        for conv in self.convs:
-            nn.init.kaiming_normal_(conv.weight)
 
     def grid(self, img_size: Sequence[int]) -> tuple[int, int]:
         """Tokens down and across for an image of ``(H, W)`` pixels.

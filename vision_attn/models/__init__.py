@@ -9,6 +9,8 @@ from vision_attn.models.registry import (
     known_arguments,
     list_models,
     model_arguments,
+    model_class,
+    model_defaults,
     model_from_config,
     register_model,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "known_arguments",
     "list_models",
     "model_arguments",
+    "model_class",
+    "model_defaults",
     "model_from_config",
     "register_model",
 ]

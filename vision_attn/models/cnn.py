@@ -16,20 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError
+from vision_attn.layers.embed import pair
 from vision_attn.models.registry import register_model
 
 MIN_SIZE = 8  # pixels: the digit scans, and what the CIFAR nets (which divide by 4 to 8) still see as a grid
 
 
-def _check_size(img_size: int | Sequence[int]) -> None:
-    """Refuse an image size that would leave nothing to pool.
+def _checked(img_size: int | tuple[int, int]) -> tuple[int, int]:
+    """(H, W), unless that would leave nothing to pool.
 
     Raises:
         UserError: a side is shorter than 8 pixels.
     """
-    sides = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    sides = pair(img_size)
     if min(sides) < MIN_SIZE:
         raise UserError(f"img_size {list(sides)} is too small for this CNN: each side needs {MIN_SIZE} pixels or more.")
+    return sides
 
 
 def _conv3x3(in_chans: int, out_chans: int, stride: int = 1) -> nn.Conv2d:
@@ -111,7 +113,7 @@ class CifarResNet(nn.Module):
         self,
         *,
         num_classes: int = 10,
-        img_size: int | Sequence[int] = 32,
+        img_size: int | tuple[int, int] = 32,
         in_chans: int = 3,
         blocks: Sequence[int] = (3, 3, 3),
         width: int = 16,
@@ -119,7 +121,7 @@ class CifarResNet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_size(img_size)
+        self.img_size = _checked(img_size)
         if shortcut not in ("pad", "conv"):
             raise UserError(f'shortcut must be "pad" (option A) or "conv" (option B), not {shortcut!r}.')
         self.conv1 = _conv3x3(in_chans, width)
@@ -188,13 +190,13 @@ class ResNet9(nn.Module):
         self,
         *,
         num_classes: int = 10,
-        img_size: int | Sequence[int] = 32,
+        img_size: int | tuple[int, int] = 32,
         in_chans: int = 3,
         width: int = 64,
         head_scale: float = 0.125,
     ) -> None:
         super().__init__()
-        _check_size(img_size)
+        self.img_size = _checked(img_size)
         self.head_scale = head_scale
         self.stem = ConvNormAct(in_chans, width)
         self.layer1 = ConvNormAct(width, 2 * width, pool=True)
@@ -220,14 +222,15 @@ class AirbenchBlock(nn.Module):
 
     def __init__(self, in_chans: int, out_chans: int, *, depth: int, bn_momentum: float) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(_conv3x3(in_chans if i == 0 else out_chans, out_chans) for i in range(depth))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(out_chans, momentum=bn_momentum) for _ in range(depth))
-        for conv in self.convs:
+        convs = [_conv3x3(in_chans if i == 0 else out_chans, out_chans) for i in range(depth)]
+        norms = [nn.BatchNorm2d(out_chans, momentum=bn_momentum) for _ in range(depth)]
+        for conv in convs:
             nn.init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
             # the first filters begin as the identity, so that the signal reaches the head from step one
             nn.init.dirac_(conv.weight[: conv.weight.shape[1]])
-        for norm in self.norms:
+        for norm in norms:
             norm.weight.requires_grad_(False)  # the next convolution scales anyway: only the shift is learned
+        self.convs, self.norms = nn.ModuleList(convs), nn.ModuleList(norms)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.norms[0](_pool2(self.convs[0](x))))
@@ -261,7 +264,7 @@ class AirbenchNet(nn.Module):
         self,
         *,
         num_classes: int = 10,
-        img_size: int | Sequence[int] = 32,
+        img_size: int | tuple[int, int] = 32,
         in_chans: int = 3,
         widths: Sequence[int] = (64, 256, 256),
         depth: int = 2,
@@ -269,7 +272,7 @@ class AirbenchNet(nn.Module):
         head_scale: float = 1 / 9,
     ) -> None:
         super().__init__()
-        _check_size(img_size)
+        self.img_size = _checked(img_size)
         self.head_scale = head_scale
         patch = 4 * in_chans
         self.whiten = nn.Conv2d(in_chans, 2 * patch, 2)  # every direction twice, with both signs

@@ -93,13 +93,19 @@ def create_model(
         if built is None:
             raise UserError(f"unknown model {name!r}.{closest(name, _MODELS)} `vision-attn models` lists them all.")
         model = built
-    size = getattr(model, "img_size", None) or img_size or 32
+    size = img_size or getattr(model, "img_size", None) or 32
     size = [size, size] if isinstance(size, int) else list(size)
     model.config = {  # type: ignore[assignment]
         "task": "classification",
         "name": name,
         "args": {**given, **kwargs},
-        "preprocess": {"size": size, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear", "crop_pct": 1.0},
+        "preprocess": {
+            "size": size,
+            "mean": [0.5] * in_chans,
+            "std": [0.5] * in_chans,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+        },
         "labels": None,
         "extra": {},
     }
@@ -122,12 +128,41 @@ def _build(name: str, arguments: dict[str, Any]) -> nn.Module:
         ) from error
 
 
-def known_arguments(name: str) -> list[str]:
-    """Every keyword that a model of this zoo takes."""
+def model_class(name: str) -> type[nn.Module]:
+    """The class that a name of this zoo builds."""
     cls = inspect.signature(_MODELS[name]).return_annotation
     if isinstance(cls, str):  # postponed annotations
         cls = getattr(inspect.getmodule(_MODELS[name]), cls)
-    return list(model_arguments(cls))
+    return cls
+
+
+def known_arguments(name: str) -> list[str]:
+    """Every keyword that a model of this zoo takes."""
+    return list(model_arguments(model_class(name)))
+
+
+def model_defaults(name: str) -> dict[str, Any]:
+    """Every keyword that a model of this zoo takes, with its value when it is not given."""
+    cls = model_class(name)
+    given: dict[str, Any] = {}
+
+    class _Stop(Exception):
+        pass
+
+    def note(self: nn.Module, **kwargs: Any) -> None:
+        given.update(kwargs)
+        raise _Stop
+
+    # a name is its class with some arguments filled in: what they are is seen by calling it
+    original = cls.__init__
+    cls.__init__ = note  # type: ignore[assignment]
+    try:
+        _MODELS[name]()
+    except _Stop:
+        pass
+    finally:
+        cls.__init__ = original  # type: ignore[method-assign]
+    return {**model_arguments(cls), **given}
 
 
 def model_from_config(config: Mapping[str, Any]) -> nn.Module:

@@ -47,8 +47,9 @@ def create_timm_cnn(name: str, *, num_classes: int, in_chans: int = 3, **kwargs:
         model = timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **kwargs)
     except TypeError as error:
         raise UserError(f"timm's {name} does not take these arguments ({', '.join(kwargs)}): {error}") from error
-    # where load_model finds what depends on the number of classes
-    model.head_name = model.default_cfg.get("classifier", "head")
+    settings: Any = model.default_cfg
+    model.head_name = settings.get("classifier", "head")  # load_model replaces it for other classes
+    model.img_size = list(settings.get("input_size", (3, 224, 224))[1:])  # what it was made for, when nobody says
     return model
 
 
