@@ -15,7 +15,7 @@ from vision_attn.errors import UserError
 _FULL_DISK_WORDS = ("No space left on device", "StorageFull", "failed writing", "write failed", "unexpected pos")
 
 
-def atomic_write(path: str | Path, writer: Callable[[Path], None]) -> Path:
+def atomic_write(path: str | Path, writer: Callable[[Path], object]) -> Path:
     """Write ``path`` completely or not at all.
 
     ``writer`` fills a temporary file in the same folder; it is flushed to the disk and takes the place of
@@ -57,7 +57,7 @@ def atomic_write(path: str | Path, writer: Callable[[Path], None]) -> Path:
 
 def atomic_write_text(path: str | Path, text: str) -> Path:
     """:func:`atomic_write` for a text file in UTF-8."""
-    return atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    return atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def is_full_disk(error: BaseException) -> bool:

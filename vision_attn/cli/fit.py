@@ -1,0 +1,115 @@
+"""``vision-attn fit``: train by a recipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from vision_attn.errors import UserError
+
+
+def run(argv: list[str]) -> int:
+    """Train, and leave a finished run folder.
+
+    Args:
+        argv: what follows ``fit`` on the command line.
+
+    Returns:
+        0, or 130 / 143 after Ctrl-C / SIGTERM.
+    """
+    from vision_attn.cli.parsing import Command
+    from vision_attn.training.budget import parse_budget
+    from vision_attn.training.fitting import finish, make_callbacks, make_plugins
+    from vision_attn.training.interrupt import Interrupted, StopSignal
+    from vision_attn.training.run_folder import RunFolder
+
+    command = Command("fit", argv)
+    config = command.config
+    root = Path(config.trainer.default_root_dir or "runs")
+    ckpt_path, folder = resume_from(config.ckpt_path, root, command.recipe_name)
+    if config.budget is not None:
+        parse_budget(config.budget)
+        config.trainer.max_epochs, config.trainer.max_steps = -1, -1
+        config.trainer.num_sanity_val_steps = (
+            config.trainer.num_sanity_val_steps or 1
+        )  # to know what a validation costs
+    command.build()
+    stop = StopSignal()
+    run_folder = RunFolder(
+        root, command.recipe_name, command.dump(), config.seed_everything, command.task.monitor, resume=folder
+    )
+    callbacks = make_callbacks(
+        run_folder,
+        budget=config.budget,
+        ema=command.config_init.ema,
+        save_every=config.save_every,
+        stop=stop,
+        checkpoints=config.trainer.enable_checkpointing is not False,
+        progress=config.trainer.enable_progress_bar is not False,
+    )
+    trainer = command.build_trainer(callbacks=callbacks, plugins=make_plugins(config.trainer.strategy))
+    try:
+        with stop.listening():
+            trainer.fit(command.model, command.datamodule, ckpt_path=ckpt_path, weights_only=True)
+    except Interrupted as interruption:
+        return _say_how_to_resume(command, interruption.path, stop.exit_code)
+    except SystemExit:  # Lightning's answer to a second Ctrl-C
+        if not stop.requested:
+            raise
+        last = run_folder.path / "checkpoints" / "last.ckpt"
+        return _say_how_to_resume(command, last if last.is_file() else None, stop.exit_code)
+
+    def plain_trainer() -> Any:
+        return command.build_trainer(enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
+
+    summary = finish(
+        run_folder, trainer, command.model, command.datamodule, test=config.test, make_trainer=plain_trainer
+    )
+    if trainer.is_global_zero:
+        _report(run_folder.path, summary)
+    return 0
+
+
+def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | None, Path | None]:
+    """The checkpoint to go on from, and the run folder to go on in (None: a new one).
+
+    ``last`` and the ``last.ckpt`` of a run go on in that run's folder; any other checkpoint starts a new run.
+
+    Raises:
+        UserError: no such checkpoint.
+    """
+    from vision_attn.training.run_folder import latest_run, run_of_checkpoint
+
+    if ckpt_path is None:
+        return None, None
+    if ckpt_path == "last":
+        folder = latest_run(root, recipe)
+        return str(folder / "checkpoints" / "last.ckpt"), folder
+    path = Path(ckpt_path)
+    if path.is_dir() and (path / "checkpoints" / "last.ckpt").is_file():
+        path = path / "checkpoints" / "last.ckpt"
+    if not path.exists():
+        raise UserError(f"--ckpt_path: no such checkpoint: {path}")
+    return str(path), run_of_checkpoint(path) if path.name == "last.ckpt" else None
+
+
+def _say_how_to_resume(command: Any, path: Path | None, exit_code: int) -> int:
+    trainer = command.trainer
+    if trainer.is_global_zero:
+        if path is None:
+            print("stopped before anything was saved", file=sys.stderr)
+            return exit_code
+        recipe = command.recipe_paths[-1] if command.recipe_paths else None
+        how = f"--config {recipe} --ckpt_path last" if recipe else f"... --ckpt_path {path}"
+        place = command.config.trainer.default_root_dir
+        how += f" --trainer.default_root_dir {place}" if place and recipe else ""
+        print(f"stopped; the state is saved in {path}\nto go on: vision-attn fit {how}", file=sys.stderr)
+    return exit_code
+
+
+def _report(path: Path, summary: dict[str, Any]) -> None:
+    for key in ("val/acc", "test/acc", "val/ap", "test/ap"):
+        if summary.get(key) is not None:
+            print(f"{key} {summary[key]:.4f}")
+    print(f"weights, metrics and pictures: {path}")

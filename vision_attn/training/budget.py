@@ -1,0 +1,122 @@
+"""Training for a given wall-clock time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from vision_attn.errors import UserError
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_budget(text: str | float) -> float:
+    """Seconds in ``10m``, ``90s``, ``1.5h``, ``1h30m`` or ``600``.
+
+    Raises:
+        UserError: not a duration, or not positive.
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(min|[smhd]?)", str(text).strip().lower())
+    whole = "".join(number + unit for number, unit in parts)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if not parts or whole != re.sub(r"\s", "", str(text).lower()) or seconds <= 0:
+        raise UserError(f"budget: {text!r} is no duration; write it like 10m, 90s, 1.5h, 1h30m or 600 (seconds)")
+    return seconds
+
+
+class Budget(Callback):
+    """Stops training in time, and tells the module how much of the time is used.
+
+    The clock runs from the first training step on, validations and checkpoints included; compiling, reading data and
+    the pictures afterwards are not part of it. A resumed run goes on with the time that was left. Before each step
+    ``pl_module.budget_used`` is set to the fraction used of the time until the last validation must begin, so a
+    schedule that follows it ends when training does. How long a validation takes is measured; before the first one
+    it is guessed from the sanity check.
+
+    Args:
+        seconds: the budget.
+        clock: seconds that only go up; tests put their own here.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._before = 0.0  # seconds used by earlier processes of this run
+        self._start: float | None = None
+        self._used = 0.0
+        self._pause_start: float | None = None
+        self._validation_seconds = 0.0
+        self._step_start = 0.0
+        self._step_seconds = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the budget used so far."""
+        return self._before + (0.0 if self._start is None else self._clock() - self._start)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note when the trial validation began."""
+        self._pause_start = self._clock()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Guess the length of a validation from a few of its batches."""
+        if self._validation_seconds == 0.0 and self._pause_start is not None:
+            ran = max(1, sum(int(n) for n in trainer.num_sanity_val_batches))
+            batches = sum(float(n) for n in trainer.num_val_batches)
+            share = batches / ran if batches != float("inf") else 1.0
+            self._validation_seconds = (self._clock() - self._pause_start) * share
+        self._pause_start = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock with the first batch; tell the module the fraction used."""
+        now = self._clock()
+        if self._start is None:
+            self._start = now
+        if self._pause_start is not None:  # from the end of a step over a validation to this step
+            self._validation_seconds = now - self._pause_start
+            self._pause_start = None
+        self._step_start = now
+        end = max(1e-9, self.seconds - self._validation_seconds)
+        # never backwards, although the measured length of a validation changes
+        self._used = max(self._used, min(1.0, _agree(self.elapsed / end, trainer)))
+        pl_module.budget_used = self._used  # type: ignore[assignment]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask Lightning to validate and stop when another step would make the last validation late."""
+        now = self._clock()
+        self._step_seconds = now - self._step_start
+        left = self.seconds - self.elapsed - self._validation_seconds - self._step_seconds
+        if _agree(float(left <= 0), trainer) > 0:
+            trainer.should_stop = True
+            trainer.check_val_every_n_epoch = 1  # the last state is validated whatever the rhythm was
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation and what follows it (checkpoint, pictures of progress) count as its length."""
+        if not trainer.sanity_checking:
+            self._pause_start = self._clock()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for the checkpoint."""
+        return {"elapsed": self.elapsed, "used": self._used, "validation_seconds": self._validation_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the time that was left."""
+        self._before = float(state_dict["elapsed"])
+        self._used = float(state_dict["used"])
+        self._validation_seconds = float(state_dict["validation_seconds"])
+
+
+def _agree(value: float, trainer: Trainer) -> float:
+    """The value of process 0, in every process: clocks differ, decisions and learning rates must not."""
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return value
+    shared = torch.tensor([value], dtype=torch.float64, device=trainer.strategy.root_device)
+    torch.distributed.broadcast(shared, src=0)
+    return float(shared.item())

@@ -1,0 +1,131 @@
+"""One training run from a parsed configuration to a finished run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+
+from vision_attn.training.budget import Budget, parse_budget
+from vision_attn.training.checkpointing import AtomicCheckpointIO, RunCheckpoint
+from vision_attn.training.ema import EMA, EmaConfig
+from vision_attn.training.interrupt import StopSignal
+from vision_attn.training.module import TrainingModule
+from vision_attn.training.progress import ProgressLine
+from vision_attn.training.run_folder import RunFolder
+
+
+def make_callbacks(
+    run: RunFolder,
+    *,
+    budget: str | float | None = None,
+    ema: EmaConfig | None = None,
+    save_every: str | float = "3m",
+    stop: StopSignal | None = None,
+    checkpoints: bool = True,
+    progress: bool = True,
+) -> list[Callback]:
+    """The callbacks of a run, in the order in which they must act.
+
+    Args:
+        run: the run folder.
+        budget: a duration, see :func:`parse_budget`; None trains for epochs or steps.
+        ema: averaging of the weights; a decay of 0 means none.
+        save_every: a duration: the longest time a kill may cost.
+        stop: tells whether somebody wants the process to end.
+        checkpoints: save ``last`` and ``best``.
+        progress: show a line of progress.
+
+    Raises:
+        UserError: a duration that is none.
+    """
+    clock = Budget(parse_budget(budget)) if budget is not None else None
+    callbacks: list[Callback] = [clock] if clock else []
+    if ema is not None and ema.decay > 0:
+        callbacks.append(EMA(ema))  # before whatever reads weights or saves them
+    callbacks.append(run)
+    if progress:
+        callbacks.append(ProgressLine(run, clock))
+    if checkpoints:
+        callbacks.append(RunCheckpoint(run, run.monitor, parse_budget(save_every), stop))
+    return callbacks
+
+
+def make_plugins(strategy: Any) -> list[Any]:
+    """Atomic checkpoint files, where the strategy writes files of its own making none."""
+    sharded = any(word in str(strategy).lower() for word in ("fsdp", "deepspeed", "parallel", "xla"))
+    return [] if sharded else [AtomicCheckpointIO()]
+
+
+def finish(
+    run: RunFolder,
+    trainer: Trainer,
+    module: TrainingModule,
+    data: LightningDataModule,
+    *,
+    test: bool = False,
+    make_trainer: Callable[[], Trainer] | None = None,
+) -> dict[str, Any]:
+    """Export the best weights, draw the pictures and, when asked for, evaluate on the test split.
+
+    Every process must call it; only process 0 writes.
+
+    Args:
+        run: the finished run.
+        trainer: that trained it.
+        module: takes the best weights (the averaged ones, with EMA).
+        data: for pictures and test.
+        test: evaluate on the test split.
+        make_trainer: a trainer for the test; ``trainer`` itself when None.
+
+    Returns:
+        The summary, as in ``summary.json``.
+    """
+    run.stop_clock()
+    folder = run.path / "checkpoints"
+    chosen = folder / "best.ckpt"
+    if not chosen.is_file():
+        chosen = folder / "last.ckpt"
+    if chosen.is_file():
+        load_weights(module, chosen)
+    if trainer.is_global_zero:
+        export(run, module)
+        draw(run, module, data)
+    if test:
+        results = (make_trainer() if make_trainer else trainer).test(module, datamodule=data, verbose=False)
+        tested = {k: round(float(v), 6) for k, v in results[0].items() if k != "test/loss"}
+        if trainer.is_global_zero:
+            run.write_summary(**tested)
+    return run.summary
+
+
+def load_weights(module: TrainingModule, path: Path) -> None:
+    """Take the weights of one of our checkpoints."""
+    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    module.load_state_dict(state)
+
+
+def export(run: RunFolder, module: TrainingModule) -> None:
+    """``model.safetensors`` and ``config.json``; the summary."""
+    from vision_attn.checkpoints import save_model
+
+    config = module.model.config
+    run.write_summary()
+    config["extra"] |= {k: v for k, v in run.summary.items() if k.startswith("val/")}
+    save_model(module.model, run.path)
+
+
+def draw(run: RunFolder, module: TrainingModule, data: LightningDataModule) -> None:
+    """All pictures of a run. A picture that cannot be drawn is a warning: the weights are what counts."""
+    import warnings
+
+    from vision_attn.training import pictures
+
+    for draw_one in pictures.ALL:
+        try:
+            draw_one(run, module, data)
+        except Exception as error:
+            warnings.warn(f"could not draw {draw_one.__name__}: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,0 +1,153 @@
+"""What every LightningModule of this package shares: optimizer, schedule, random state, running means, NaN check."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from vision_attn.errors import UserError
+from vision_attn.training.optimizers import OptimizerConfig, build_optimizer
+from vision_attn.training.schedule import lr_factor_by_budget, lr_factor_by_step
+
+
+class TrainingModule(pl.LightningModule):
+    """Base of :class:`~vision_attn.training.classifier.Classifier`.
+
+    A subclass sets ``self.model`` (with ``model.config``), and calls :meth:`record` in ``training_step``.
+    Checkpoints carry ``model.config`` as ``hyper_parameters["config"]``, in plain types.
+
+    Args:
+        optimizer: optimizer and schedule; None for evaluation only.
+        seed: of the random state of every training step.
+    """
+
+    model: Any  # a module with .config
+
+    def __init__(self, optimizer: OptimizerConfig | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.seed = seed
+        self.budget_used: float | None = None  # set by the Budget callback before each step
+        self.total_steps = math.inf
+        self.lr = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._images = 0
+        self._seconds = 0.0
+        self._mark = 0.0  # when the time of the next step began to count
+
+    # -- optimizer and schedule ---------------------------------------------------------------------
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer alone: rates are set before every step, no scheduler object counts along."""
+        return build_optimizer(self.model, self.optimizer_config)
+
+    def on_train_start(self) -> None:
+        """Read the length of the run off the trainer."""
+        trainer = self.trainer
+        limits = [math.inf]
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            limits.append(steps * trainer.max_epochs)
+        if trainer.max_steps >= 0:
+            limits.append(trainer.max_steps)
+        self.total_steps = min(limits)
+        self._mark = time.perf_counter()
+
+    def on_train_epoch_start(self) -> None:
+        """Start the watch: an epoch's first step includes opening the data."""
+        self._mark = time.perf_counter()
+
+    def on_validation_end(self) -> None:
+        """Restart the watch: validations do not count as training time."""
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the random state and the learning rate of this step functions of its number.
+
+        A run resumed in mid-epoch then draws the same dropout masks and takes the same rates as one that was
+        never interrupted.
+        """
+        torch.manual_seed(step_seed(self.seed, self.current_epoch, batch_idx, self.global_rank))
+        config = self.optimizer_config
+        floor = config.min_lr / config.lr if config.lr else 0.0
+        if self.budget_used is not None:
+            factor = lr_factor_by_budget(self.budget_used, self.global_step, config.warmup, config.schedule, floor)
+        else:
+            factor = lr_factor_by_step(self.global_step, self.total_steps, config.warmup, config.schedule, floor)
+        self.lr = config.lr * factor
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    # -- running means ------------------------------------------------------------------------------
+
+    def record(self, count: int, **sums: Tensor) -> None:
+        """Add this batch's sums over ``count`` samples; no value is read off the device here."""
+        for name, value in sums.items():
+            value = value.detach()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._images += count
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Watch the loss: at every step where reading it is free (CPU), otherwise now and then."""
+        now = time.perf_counter()
+        self._seconds, self._mark = self._seconds + now - self._mark, now
+        every = 1 if self.device.type == "cpu" else self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.global_step % every == 0:
+            loss = float(outputs["loss"])
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss became {loss} at step {self.global_step} (epoch {self.current_epoch}, "
+                    f"lr {self.lr:.2g}). Try a smaller --model.optimizer.lr, a longer --model.optimizer.warmup, "
+                    "--trainer.gradient_clip_val 1 or --trainer.precision 32-true."
+                )
+
+    def take_means(self) -> dict[str, float]:
+        """Means of what :meth:`record` saw since the last call, over all processes, and the speed.
+
+        Returns:
+            ``train/<name>`` for every recorded sum, ``images`` (how many) and ``seconds`` (training alone, loading
+            included, validation not); empty when nothing was seen.
+        """
+        if self._images == 0:
+            return {}
+        names = sorted(self._sums)
+        values = torch.stack([self._sums[name].double() for name in names] + [self._count()])
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        *sums, count = values.tolist()
+        means = {f"train/{name}": total / count for name, total in zip(names, sums, strict=True)}
+        means |= {"images": count, "seconds": self._seconds}
+        self._sums, self._images, self._seconds = {}, 0, 0.0
+        return means
+
+    def means_so_far(self) -> dict[str, float]:
+        """What :meth:`take_means` would say of this process alone, without forgetting it; reads off the device."""
+        count = max(1, self._images)
+        seconds = self._seconds + time.perf_counter() - self._mark
+        return {name: float(value) / count for name, value in self._sums.items()} | {"speed": count / seconds}
+
+    def _count(self) -> Tensor:
+        return torch.tensor(float(self._images), dtype=torch.float64, device=self.device)
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Tell how the model is built again: plain types only, so that loading can be safe."""
+        checkpoint["hyper_parameters"] = {"config": self.model.config}
+
+
+def step_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
+    """One 63-bit seed out of four small numbers (the finalizer of splitmix64 over their mixture)."""
+    mask = (1 << 64) - 1
+    value = 0
+    for part in (seed, epoch, batch, rank):
+        value = (value ^ (part & mask)) * 0x9E3779B97F4A7C15 & mask
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+        value ^= value >> 31
+    return value >> 1

@@ -1,0 +1,142 @@
+"""Optimizers by name, and which parameter is treated how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vision_attn.errors import UserError
+from vision_attn.training.muon import MuonWithAdamW
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule.
+
+    Attributes:
+        name: ``adamw`` (Loshchilov & Hutter 2019), ``sgd`` (with Nesterov momentum) or ``muon`` (Jordan 2024: matrices
+            of hidden layers by Muon, everything else by AdamW).
+        lr: peak learning rate.
+        weight_decay: decoupled decay (AdamW, Muon) or L2 penalty (SGD); never on norms, biases, one-dimensional
+            parameters and what the model's ``no_weight_decay()`` names (position embeddings, class token).
+        betas: moment decays of AdamW.
+        eps: AdamW's epsilon.
+        momentum: of SGD and Muon; None means 0.9 for SGD and 0.95 for Muon.
+        adamw_lr: with ``muon``, the peak learning rate of the parameters left to AdamW; None means ``lr``.
+        lr_mult: shell pattern of parameter names -> factor on the learning rate, first match wins,
+            e.g. ``{"backbone.*": 0.1}``. Names are the model's, as in ``model.named_parameters()``.
+        warmup: linear warm-up; below 1 a fraction of the run (of the budget, when there is one), otherwise a
+            number of optimizer steps.
+        schedule: ``cosine``, ``linear`` or ``constant`` after the warm-up, counted in optimizer steps, or in the
+            fraction of the time budget used.
+        min_lr: where the schedule ends.
+    """
+
+    name: Literal["adamw", "sgd", "muon"] = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float | None = None
+    adamw_lr: float | None = None
+    lr_mult: dict[str, float] | None = None
+    warmup: float = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that could only fail later.
+
+        Raises:
+            UserError: naming the option.
+        """
+        for key in ("lr", "weight_decay", "warmup", "min_lr"):
+            if not getattr(self, key) >= 0:
+                raise UserError(f"optimizer.{key} must not be negative, got {getattr(self, key)}")
+        if self.min_lr > self.lr:
+            raise UserError(f"optimizer.min_lr ({self.min_lr}) is above optimizer.lr ({self.lr})")
+        self.betas = (float(self.betas[0]), float(self.betas[1]))
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of ``config`` over the parameters of ``model`` that want gradients.
+
+    Every group carries ``peak_lr``, from which the schedule computes ``lr`` anew at every step. Fused kernels
+    are used on CPU and GPU where PyTorch has them.
+
+    Args:
+        model: parameters are grouped by its names; may define ``no_weight_decay() -> set[str]``.
+        config: which optimizer, and its numbers.
+
+    Returns:
+        An optimizer whose ``lr`` is still to be set by the schedule.
+    """
+    groups = parameter_groups(model, config)
+    fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
+    optimizer: torch.optim.Optimizer
+    if config.name == "sgd":
+        momentum = 0.9 if config.momentum is None else config.momentum
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=fused)
+    elif config.name == "muon":
+        momentum = 0.95 if config.momentum is None else config.momentum
+        optimizer = MuonWithAdamW(groups, lr=config.lr, momentum=momentum, betas=config.betas, eps=config.eps)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    # fused optimizers announce that they undo the loss scaling of float16 themselves; Lightning then refuses to clip
+    # gradients, even in bfloat16 where nothing is scaled. Without the mark the scaler unscales before the step.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[union-attr]
+    return optimizer
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameters grouped by decay, learning-rate factor and, for Muon, algorithm.
+
+    Args:
+        model: see :func:`build_optimizer`.
+        config: ``weight_decay``, ``lr``, ``adamw_lr``, ``lr_mult`` and ``name`` are used.
+
+    Returns:
+        Groups with ``params``, ``names``-free plain values only (they go into checkpoints): ``weight_decay``,
+        ``peak_lr`` and ``algorithm`` (``muon`` or ``adamw``, only when ``config.name`` is ``muon``).
+
+    Raises:
+        UserError: a pattern of ``lr_mult`` matches no parameter.
+    """
+    exempt = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+    muon_names = set(_muon_names(model, exempt)) if config.name == "muon" else set()
+    unmatched = set(config.lr_mult or {})
+    groups: dict[tuple[bool, float, str], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        decay = parameter.ndim > 1 and name not in exempt and not name.endswith(".bias")
+        algorithm = "muon" if name in muon_names else "adamw"
+        peak = config.adamw_lr if config.name == "muon" and algorithm == "adamw" and config.adamw_lr else config.lr
+        pattern = next((p for p in config.lr_mult or {} if fnmatchcase(name, p)), None)
+        if pattern is not None:
+            unmatched.discard(pattern)
+            peak *= (config.lr_mult or {})[pattern]
+        group: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay if decay else 0.0, "peak_lr": peak}
+        if config.name == "muon":
+            group["algorithm"] = algorithm
+        groups.setdefault((decay, peak, algorithm), group)["params"].append(parameter)
+    if unmatched:
+        raise UserError(f"optimizer.lr_mult: no parameter is named like {', '.join(sorted(unmatched))}")
+    return list(groups.values())
+
+
+def _muon_names(model: nn.Module, exempt: set[str]) -> Iterator[str]:
+    """Names of the weights Muon takes: of linear and convolution layers, but not of the first and the last one.
+
+    Muon is for maps between hidden layers; the first sees pixels and the last gives logits, and both are
+    better served by AdamW (Jordan 2024). Depthwise kernels are no matrices either.
+    """
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
+    for name, module in layers[1:-1]:
+        if f"{name}.weight" not in exempt and module.weight[0].numel() > 1 and getattr(module, "groups", 1) == 1:
+            yield f"{name}.weight"
