@@ -94,6 +94,23 @@ def predict(
     return results
 
 
+def pick_device(name: str = "auto") -> torch.device:
+    """A device by name; ``auto`` is the accelerator of this machine, or the CPU.
+
+    Raises:
+        UserError: no such device here.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        reason = (str(error).splitlines() or ["unknown"])[0]
+        raise UserError(f"device {name!r} cannot be used here: {reason}") from error
+    return device
+
+
 def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tensor:
     """Resize, crop and normalise RGB pictures as a model's configuration says; ``(B, C, H, W)`` float."""
     settings = config["preprocess"]

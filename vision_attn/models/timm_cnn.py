@@ -44,10 +44,10 @@ def create_timm_cnn(name: str, *, num_classes: int, in_chans: int = 3, **kwargs:
         return None
     _refuse_attention(name)
     try:
-        model = timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **kwargs)
+        model: Any = timm.create_model(name, pretrained=False, num_classes=num_classes, in_chans=in_chans, **kwargs)
     except TypeError as error:
         raise UserError(f"timm's {name} does not take these arguments ({', '.join(kwargs)}): {error}") from error
-    settings: Any = model.default_cfg
+    settings = model.default_cfg
     model.head_name = settings.get("classifier", "head")  # load_model replaces it for other classes
     model.img_size = list(settings.get("input_size", (3, 224, 224))[1:])  # what it was made for, when nobody says
     return model
