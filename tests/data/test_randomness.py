@@ -26,7 +26,8 @@ def test_splitmix64_reference_values() -> None:
 @settings(max_examples=25)
 def test_roughly_uniform(seed: int, epoch: int, start: int, stream: Stream) -> None:
     draw = uniforms(seed, epoch, torch.arange(start, start + 4001), [stream])[:, 0]
-    assert draw.min() >= 0.0 and draw.max() < 1.0
+    assert draw.min() >= 0.0
+    assert draw.max() < 1.0
     counts = torch.histc(draw, bins=8, min=0.0, max=1.0)
     chi2 = ((counts - 4001 / 8) ** 2 / (4001 / 8)).sum()
     assert chi2 < 45  # 7 degrees of freedom: once in ten million

@@ -175,15 +175,17 @@ class Augmenter:
         aspect = ((2.0 * shape - 1.0) * math.log(config.erase_aspect)).exp()
         height, width = images.shape[-2:]
         mask = rectangle_mask(rectangles(area, aspect, y, x, height, width), height, width)
-        if config.erase_fill == "mean":
-            return images.mul_(~mask)  # zero is the mean after normalisation
-        return torch.where(mask, self._noise(images, index, epoch, lane), images)
+        images.mul_(~mask)  # zero is the mean after normalisation
+        if config.erase_fill == "noise":
+            rows = (area > 0).nonzero()[:, 0]
+            images[rows] += self._noise(images.shape[1:], index[rows], epoch, lane) * mask[rows]
+        return images
 
-    def _noise(self, images: Tensor, index: Tensor, epoch: int, lane: int) -> Tensor:
-        """Normal noise of the images' shape; every pixel is a stream of its own below the sample's hash."""
-        per_sample = hashes(self.seed, epoch, index, [Stream.ERASE_NOISE + lane])[:, 0]
-        count = images[0].numel()
-        uniform = uniforms(self.seed, epoch, per_sample, range(count))
-        # 1 - u lies in (0, 1]; erfinv of exactly -1 would be infinite
-        uniform = uniform.clamp_(2.0**-25, 1.0 - 2.0**-24)
-        return (uniform.mul_(2.0).sub_(1.0).erfinv_() * math.sqrt(2.0)).view_as(images)
+    def _noise(self, shape: torch.Size, index: Tensor, epoch: int, lane: int) -> Tensor:
+        """(n, C, H, W) normal numbers: the sample's hash, hashed again with the number of each pixel."""
+        per_sample = hashes(self.seed, epoch, index, [Stream.ERASE_NOISE + lane])  # (n, 1)
+        pixel = torch.arange(shape.numel(), device=index.device).expand(len(index), -1)
+        uniform = uniforms(self.seed, epoch, per_sample ^ pixel, [Stream.ERASE_NOISE + lane])
+        # half a step away from 0 and 1, where the normal quantile is infinite
+        uniform = uniform.view(len(index), *shape).add_(2.0**-25).clamp_(max=1.0 - 2.0**-24)
+        return uniform.mul_(2.0).sub_(1.0).erfinv_().mul_(math.sqrt(2.0))

@@ -72,6 +72,7 @@ class _Cifar(Source):
         self.root = data_root(options.root)
         self.size = options.img_size or (32, 32)
         self.labels = self.names.split()
+        self._foreign: list[str] = []  # files that are not the official ones, until they were warned about
         self._loaded: dict[bool, tuple[torch.Tensor, torch.Tensor]] = {}
         if self._missing() and not options.download:
             raise self._how_to_get()
@@ -125,7 +126,7 @@ class _Cifar(Source):
         )
 
     def _read(self, name: str, md5: str | None) -> dict[str, Any]:
-        """The dictionary in a file. With an ``md5``, a file that is not the official one is warned about."""
+        """The dictionary in a file. With an ``md5``, a file that is not the official one is noted."""
         path = Path(self.root / self.folder / name)
         if not path.is_file():
             raise self._how_to_get()
@@ -139,11 +140,7 @@ class _Cifar(Source):
         if md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
             if len(data) == _OFFICIAL_BYTES.get((self.folder, name)):
                 raise self._damaged(name, "it has the official file's length but not its MD5 checksum")
-            warnings.warn(
-                f"{path} is not the official {self.dataset} file (another MD5 checksum): results are not comparable "
-                "with published ones.",
-                stacklevel=2,
-            )
+            self._foreign.append(name)
         return content
 
     def _split_file(self, name: str, md5: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,6 +160,14 @@ class _Cifar(Source):
         if test not in self._loaded:
             known = self._torchvision()
             parts = [self._split_file(*entry) for entry in (known.test_list if test else known.train_list)]
+            if self._foreign:
+                warnings.warn(
+                    f"{', '.join(self._foreign)} in {self.root / self.folder}: not the official {self.dataset} files "
+                    f"(another MD5 checksum; {sum(len(part[1]) for part in parts):,} images). Results are not "
+                    "comparable with published ones.",
+                    stacklevel=2,
+                )
+                self._foreign = []
             self._loaded[test] = (torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
         return self._loaded[test]
 

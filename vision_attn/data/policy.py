@@ -1,7 +1,7 @@
 """Colour jitter and a RandAugment-like policy on raw pixels.
 
-Samples are grouped by what is done to them, and each group is one call: the four enhancements are one blend with
-a factor per sample, the five geometric ones one resampling with a matrix per sample.
+Samples are grouped by what is done to them, and each group is one call: an enhancement is a blend with a factor per
+sample, and the five geometric operations together are one resampling with a matrix per sample.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def rand_augment(
         numbers = op.cpu()
         for number in range(1, _FIRST_ENHANCEMENT):
             _apply(images, numbers == number, lambda x, _, n=number: tonal(x, OPS[n], strength))
-        _apply(
-            images,
-            (numbers >= _FIRST_ENHANCEMENT) & (numbers < _FIRST_GEOMETRIC),
-            lambda x, rows, op=op, signed=signed: enhance(x, op[rows], 1.0 + 0.9 * signed[rows]),
-        )
+        for number in range(_FIRST_ENHANCEMENT, _FIRST_GEOMETRIC):
+            _apply(
+                images,
+                numbers == number,
+                lambda x, rows, n=number, signed=signed: enhance(x, OPS[n], 1.0 + 0.9 * signed[rows]),
+            )
         _apply(
             images,
             numbers >= _FIRST_GEOMETRIC,
@@ -109,25 +110,26 @@ def tonal(images: Tensor, op: str, strength: float) -> Tensor:
     return T.solarize(images, 256.0 * (1.0 - strength))
 
 
-def enhance(images: Tensor, op: Tensor, factor: Tensor) -> Tensor:
+def enhance(images: Tensor, op: str, factor: Tensor) -> Tensor:
     """Blend every image with a version that lacks brightness, contrast, colour or sharpness.
 
     Args:
         images: (n, 3, H, W) uint8.
-        op: (n,) int64, numbers of ``brightness``, ``contrast``, ``color`` and ``sharpness`` in :data:`OPS`.
+        op: ``brightness``, ``contrast``, ``color`` or ``sharpness``.
         factor: (n,): 0 gives the version that lacks it, 1 the image, more exaggerates.
 
     Returns:
         (n, 3, H, W) uint8.
     """
-    pixels = images.float()
-    kind = (op - _FIRST_ENHANCEMENT)[:, None, None, None]
-    grey = _grey(pixels)
-    lacking = torch.zeros_like(pixels)
-    lacking = torch.where(kind == 1, grey.mean((1, 2, 3), keepdim=True), lacking)
-    lacking = torch.where(kind == 2, grey, lacking)
-    lacking = torch.where(kind == 3, _smooth(pixels), lacking)
-    out = torch.lerp(lacking, pixels, factor[:, None, None, None])
+    pixels, factor = images.float(), factor[:, None, None, None]
+    if op == "brightness":
+        out = pixels.mul_(factor)
+    elif op == "contrast":
+        out = torch.lerp(_grey(pixels).mean((1, 2, 3), keepdim=True), pixels, factor)
+    elif op == "color":
+        out = torch.lerp(_grey(pixels), pixels, factor)
+    else:
+        out = torch.lerp(_smooth(pixels), pixels, factor)
     return out.clamp_(0, 255).round_().to(torch.uint8)
 
 
@@ -188,7 +190,8 @@ def _smooth(pixels: Tensor) -> Tensor:
     """3x3 smoothing with 5 in the middle and 1 around, as Pillow's SMOOTH; the border stays as it is."""
     if min(pixels.shape[-2:]) < 3:
         return pixels
-    inner = F.avg_pool2d(pixels, 3, stride=1).mul_(9.0).add_(pixels[..., 1:-1, 1:-1], alpha=4.0).div_(13.0)
+    rows = pixels[..., :-2, :] + pixels[..., 1:-1, :] + pixels[..., 2:, :]
+    total = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
     out = pixels.clone()
-    out[..., 1:-1, 1:-1] = inner
+    out[..., 1:-1, 1:-1].mul_(4.0).add_(total).div_(13.0)
     return out

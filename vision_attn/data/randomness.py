@@ -98,7 +98,7 @@ def hashes(seed: int, epoch: int, index: Tensor, streams: Sequence[int]) -> Tens
     Args:
         seed: of the run.
         epoch: 0, 1, ...
-        index: (B,) int64, identities of the samples.
+        index: (B,) int64, identities of the samples; any shape will do.
         streams: K stream numbers (:class:`Stream`).
 
     Returns:
@@ -106,7 +106,7 @@ def hashes(seed: int, epoch: int, index: Tensor, streams: Sequence[int]) -> Tens
     """
     base = _mix(index.to(torch.int64) ^ _signed(key(seed, epoch)))  # (B,)
     lanes = [_signed(_mix_int(int(stream))) for stream in streams]
-    return _mix(base[:, None] ^ torch.tensor(lanes, dtype=torch.int64, device=index.device))
+    return _mix(base[..., None] ^ torch.tensor(lanes, dtype=torch.int64, device=index.device))
 
 
 def uniforms(seed: int, epoch: int, index: Tensor, streams: Sequence[int]) -> Tensor:
