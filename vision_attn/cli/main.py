@@ -1,7 +1,8 @@
 """``vision-attn``: finds the verb, runs it, and turns what a user can mend into one or two lines.
 
 A verb is a module ``vision_attn/cli/<verb>.py`` with ``def run(argv: list[str]) -> int`` that returns the exit code.
-It is imported only when it is used, so that ``--help`` answers at once. To add one, write the file and a line in ``VERBS``.
+It is imported only when it is used, so that ``--help`` answers at once. To add one, write the file and a line in
+``VERBS``.
 """
 
 from __future__ import annotations

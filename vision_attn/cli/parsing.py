@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from vision_attn.errors import UserError, closest
@@ -38,6 +38,8 @@ class Command(LightningCLI):
     def __init__(self, verb: str, argv: list[str], evaluate: bool = False) -> None:
         self.evaluate = evaluate
         argv = recipes_to_paths(argv)
+        if evaluate:  # the checkpoint knows its model; a configuration or the user may still name it
+            argv = ["--model.name=", *argv]
         self.recipe_paths = config_paths(argv)
         self.task: Task = task_by_name(task_name(argv, self.recipe_paths))
         super().__init__(
@@ -117,6 +119,19 @@ class Command(LightningCLI):
         self.datamodule = self.config_init["data"]
         self.model = self.config_init["model"]
 
+    def build_without_model(self) -> None:
+        """Make ``datamodule`` alone, for evaluating a model that comes from a checkpoint.
+
+        Raises:
+            UserError: from the data.
+        """
+        parser = LightningArgumentParser()
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.add_lightning_class_args(self.task.data_class(), "data")
+        chosen = Namespace(trainer=self.config.trainer, data=self.config.data)
+        self.config_init = parser.instantiate_classes(parser.parse_object(chosen))
+        self.datamodule = self.config_init["data"]
+
     def build_trainer(self, **changes: Any) -> Any:
         """Make ``trainer``; ``callbacks`` and ``plugins`` in ``changes`` are added to the user's."""
         settings = {**self.config_init["trainer"]}
@@ -188,6 +203,17 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"no recipe file {name!r}.{closest(Path(name).stem, known)}{listing}")
 
 
+def option_value(argv: list[str], option: str) -> str | None:
+    """What an option is given on the command line, None when it is not; the last one counts."""
+    value = None
+    for index, word in enumerate(argv):
+        if word == option and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif word.startswith(f"{option}="):
+            value = word.removeprefix(f"{option}=")
+    return value
+
+
 def config_paths(argv: list[str]) -> list[Path]:
     """The files behind ``--config``, in order."""
     paths = []
@@ -216,12 +242,7 @@ def task_name(argv: list[str], paths: list[Path]) -> str:
         if not isinstance(tree, dict):
             raise UserError(f"{path} is no recipe: it should be a YAML mapping with keys like data, model, trainer")
         name = tree.get("task", name)
-    for index, word in enumerate(argv):
-        if word == "--task" and index + 1 < len(argv):
-            name = argv[index + 1]
-        elif word.startswith("--task="):
-            name = word.removeprefix("--task=")
-    return name
+    return option_value(argv, "--task") or name
 
 
 def option_names(parser: LightningArgumentParser, task: Task) -> list[str]:

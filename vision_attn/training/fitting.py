@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def finish(
         load_weights(module, chosen)
     if trainer.is_global_zero:
         export(run, module)
-        draw(run, module, data)
+        draw(run, trainer, module, data)
     if test:
         results = (make_trainer() if make_trainer else trainer).test(module, datamodule=data, verbose=False)
         tested = {k: round(float(v), 6) for k, v in results[0].items() if k != "test/loss"}
@@ -118,14 +119,11 @@ def export(run: RunFolder, module: TrainingModule) -> None:
     save_model(module.model, run.path)
 
 
-def draw(run: RunFolder, module: TrainingModule, data: LightningDataModule) -> None:
+def draw(run: RunFolder, trainer: Trainer, module: TrainingModule, data: LightningDataModule) -> None:
     """All pictures of a run. A picture that cannot be drawn is a warning: the weights are what counts."""
-    import warnings
-
     from vision_attn.training import pictures
 
-    for draw_one in pictures.ALL:
-        try:
-            draw_one(run, module, data)
-        except Exception as error:
-            warnings.warn(f"could not draw {draw_one.__name__}: {type(error).__name__}: {error}", stacklevel=2)
+    try:
+        pictures.draw_all(run, module, data, trainer.strategy.root_device)
+    except Exception as error:
+        warnings.warn(f"the pictures could not be drawn: {type(error).__name__}: {error}", stacklevel=2)

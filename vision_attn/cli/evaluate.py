@@ -1,0 +1,110 @@
+"""What ``validate`` and ``test`` share: a checkpoint of any kind, the data it is for, and a few numbers.
+
+The configuration of the run that a checkpoint lies in is taken when no ``--config`` is given; a foreign checkpoint
+needs ``--data.name`` alone. Images are normalized as the *checkpoint* says, whatever the data set's own statistics are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vision_attn.errors import UserError
+
+
+def evaluate(verb: str, argv: list[str]) -> int:
+    """Run ``validate`` or ``test``.
+
+    Args:
+        verb: which of the two.
+        argv: what follows it on the command line.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: no checkpoint, or one that does not fit the data.
+    """
+    from vision_attn.checkpoints import load_model
+    from vision_attn.cli.parsing import Command, option_value, recipes_to_paths
+    from vision_attn.training.run_folder import run_of_checkpoint
+
+    path = option_value(argv, "--ckpt_path")
+    argv = recipes_to_paths(argv)
+    if path is None and not {"-h", "--help"} & set(argv):
+        raise UserError(f"{verb} needs --ckpt_path: a .ckpt, a folder with model.safetensors, or a foreign checkpoint")
+    run_folder = None
+    if path is not None:
+        if not Path(path).exists():
+            raise UserError(f"--ckpt_path: no such checkpoint: {path}")
+        run_folder = run_of_checkpoint(path)
+        if run_folder is not None and option_value(argv, "--config") is None and option_value(argv, "-c") is None:
+            argv = ["--config", str(run_folder / "config.yaml"), *argv]
+    command = Command(verb, argv, evaluate=True)
+    config = command.config
+    model: Any = load_model(str(path), name=option_value(argv, "--model.name"))
+    if config.data.img_size is None:
+        config.data.img_size = tuple(model.config["preprocess"]["size"])
+    reset_trainer(config.trainer)
+    command.build_without_model()
+    data = command.datamodule
+    check_fit(model, data, str(path))
+    data.augmenter = checkpoint_augmenter(model, data)
+    results = _run(command, verb, model, data)
+    if command.trainer.is_global_zero:
+        _report(verb, str(path), model, data, results)
+    return 0
+
+
+def _run(command: Any, verb: str, model: Any, data: Any) -> dict[str, float]:
+    from vision_attn.training.classifier import Classifier
+
+    trainer = command.build_trainer(enable_checkpointing=False, enable_progress_bar=False)
+    module = Classifier.from_model(model, channels_last=command.config.model.channels_last)
+    run = trainer.validate if verb == "validate" else trainer.test
+    return dict(run(module, datamodule=data, verbose=False)[0])
+
+
+def reset_trainer(trainer: Any) -> None:
+    """Forget the settings of a training configuration that an evaluation must not repeat (logs, limits of a run)."""
+    trainer.logger, trainer.callbacks, trainer.profiler, trainer.default_root_dir = False, None, None, None
+    trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches = 1, -1, 1
+
+
+def checkpoint_augmenter(model: Any, data: Any) -> Any:
+    """Normalization with the statistics the checkpoint was trained with."""
+    from vision_attn.data import AugmentConfig, Augmenter
+
+    preprocess = model.config["preprocess"]
+    return Augmenter(
+        AugmentConfig(), mean=preprocess["mean"], std=preprocess["std"], num_classes=data.num_classes, seed=data.seed
+    )
+
+
+def check_fit(model: Any, data: Any, path: str) -> None:
+    """Refuse a checkpoint and data that cannot belong together.
+
+    Raises:
+        UserError: another number of classes, or other classes.
+    """
+    classes = model.config["args"]["num_classes"]
+    if classes != data.num_classes:
+        raise UserError(
+            f"{path} knows {classes} classes, the data set {data.name!r} has {data.num_classes}: "
+            "choose the data it was trained on with --data.name."
+        )
+    labels = model.config.get("labels")
+    if labels and list(labels) != list(data.labels):
+        differ = next((a, b) for a, b in zip(labels, data.labels, strict=True) if a != b)
+        raise UserError(
+            f"{path} was trained on other classes than those of {data.name!r}: {differ[0]!r} is {differ[1]!r} there."
+        )
+
+
+def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float]) -> None:
+    stage = "val" if verb == "validate" else "test"
+    images = data.split(stage)
+    print(f"{model.config['name']} ({path}) on {len(images):,} {stage} images of {data.name}")
+    width = max(map(len, results))
+    for name in sorted(results):
+        print(f"{name:<{width}}  {results[name]:.4f}")
