@@ -114,5 +114,14 @@ def test_mistakes(kwargs: dict, word: str) -> None:
         ImageData(**kwargs)
 
 
+def test_images_follow_the_precision_of_the_trainer() -> None:
+    from lightning.pytorch import Trainer
+
+    data = ImageData("digits", augment=AugmentConfig(mixup=0.2))
+    data.trainer = Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
+    batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())))
+    assert batch["image"].dtype == torch.bfloat16
+
+
 def test_sources_are_registered() -> None:
     assert {"digits", "cifar10", "cifar100", "image_folder"} <= set(SOURCES)

@@ -22,7 +22,8 @@ class AugmentConfig:
         crop_padding: pad by this many pixels and cut the original size out at random. 0: off.
         crop_mode: what the padding holds: the mirrored image, or black.
         resized_crop: smallest share of the image's area that a random resized crop may keep; the aspect ratio varies
-            between 3/4 and 4/3 (Szegedy et al. 2015). 0: off.
+            between 3/4 and 4/3 (Szegedy et al. 2015). Cut from the file's own pixels when images are streamed, from the
+            resized ones when they are in memory. 0: off.
         erase: probability of erasing one rectangle (Zhong et al. 2020; DeVries and Taylor 2017 for a fixed square).
         erase_area: smallest and largest share of the image that is erased. Both 0.0625 with ``erase_aspect`` 1 is
             Cutout with 8 of 32 pixels.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from vision_attn.data.loader import EvalLoader, TrainLoader, rank_and_world
 from vision_attn.data.sets import MemorySet, StreamedSet, hash_sets, subset_rows
 from vision_attn.data.sources import SourceOptions, Split, create_source
 from vision_attn.errors import UserError
+
+_OFF = AugmentConfig()  # not an optional argument: the command line says more about a mistake in a plain one
 
 
 class ImageData(LightningDataModule):
@@ -63,7 +66,7 @@ class ImageData(LightningDataModule):
         fraction: float = 1.0,
         max_images: int | None = None,
         img_size: int | tuple[int, int] | None = None,
-        augment: AugmentConfig | None = None,
+        augment: AugmentConfig = _OFF,
         num_workers: int = 0,
         seed: int = 0,
         download: bool = True,
@@ -83,7 +86,7 @@ class ImageData(LightningDataModule):
         self.name, self.batch_size, self.eval_batch_size = name, batch_size, eval_batch_size
         self.fraction, self.max_images, self.num_workers = fraction, max_images, num_workers
         self.seed, self.drop_last = seed, drop_last
-        self.augment = replace(augment) if augment is not None else AugmentConfig()
+        self.augment = replace(augment)
         options = SourceOptions(
             root=root,
             img_size=None if size is None else (int(size[0]), int(size[1])),
@@ -187,9 +190,9 @@ class ImageData(LightningDataModule):
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int = 0) -> dict[str, Any]:
         """Augment (training batches, which carry an ``epoch``) and normalise, on the device the batch is on."""
-        if "epoch" not in batch:
-            return self.augmenter.evaluate(batch)
-        return self.augmenter.train(batch)
+        batch = self.augmenter.train(batch) if "epoch" in batch else self.augmenter.evaluate(batch)
+        # Lightning casts inputs for precisions such as bf16-true before this hook, when they are still bytes
+        return self.trainer.precision_plugin.convert_input(batch) if self.trainer is not None else batch
 
     # -- pictures -------------------------------------------------------------------------------
 
@@ -216,6 +219,12 @@ class ImageData(LightningDataModule):
         batch = self.augmenter.train(batch)
         label = batch["label"]
         return self.augmenter.denormalize(batch["image"]), label.argmax(1) if label.ndim == 2 else label
+
+    def plain_images(self, n: int) -> Tensor:
+        """The first n training images, (n, 3, H, W) float, normalised and not augmented."""
+        data = self._required("train")
+        batch = data.batch(torch.arange(min(n, len(data))))
+        return self.augmenter.normalize(batch["image"])
 
     def denormalize(self, images: Tensor) -> Tensor:
         """Normalised images (B, 3, H, W) back to raw pixels, uint8."""
