@@ -21,6 +21,7 @@ _CHATTER = (
     r".*lr_scheduler\.step\(\).*",
     r".*srun.*",
     r".*set_epoch.*",
+    r".*across ranks is zero.*",
 )
 
 

@@ -14,6 +14,8 @@ from vision_attn.errors import UserError
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
+NEVER = 10**9  # epochs
+
 
 def parse_budget(text: str | float) -> float:
     """Seconds in ``10m``, ``90s``, ``1.5h``, ``1h30m`` or ``600``.
@@ -92,10 +94,12 @@ class Budget(Callback):
         """Ask Lightning to validate and stop when another step would make the last validation late."""
         now = self._clock()
         self._step_seconds = now - self._step_start
-        left = self.seconds - self.elapsed - self._validation_seconds - self._step_seconds
-        if _agree(float(left <= 0), trainer) > 0:
+        left = _agree(self.seconds - self.elapsed - self._validation_seconds - self._step_seconds, trainer)
+        if left <= 0:
             trainer.should_stop = True
             trainer.check_val_every_n_epoch = 1  # the last state is validated whatever the rhythm was
+        elif left <= _agree(self._validation_seconds, trainer):
+            trainer.check_val_every_n_epoch = NEVER  # after a validation now, there would be no time for the last one
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Validation and what follows it (checkpoint, pictures of progress) count as its length."""

@@ -88,7 +88,9 @@ class RunCheckpoint(Checkpoint):
         """Save in mid-epoch when it is time to, or when the process shall end."""
         due = self._clock() - self._saved_at >= self.every_seconds
         due, stop = self._agree(trainer, due, self.stop.requested)
-        if not (due or stop) or trainer.is_last_batch or trainer.should_stop or _validation_follows(trainer):
+        if not (due or stop) or (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return  # accumulated gradients are in no checkpoint
+        if trainer.is_last_batch or trainer.should_stop or _validation_follows(trainer):
             return  # what follows saves anyway: a state between an epoch's end and its validation cannot be resumed
         self.save(trainer)
         if stop:

@@ -89,6 +89,12 @@ class Classifier(TrainingModule):
         self.test_loss = MeanMetric()
         self.confusion: Tensor | None = None  # (classes, classes) counts of the last validation, rows are truths
 
+    def on_fit_start(self) -> None:
+        """A model that reads its first layer off the data does so now; a resumed run has it already."""
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images") and not self.trainer.ckpt_path:
+            self.model.init_whitening(data.plain_images(5000))
+
     def forward(self, image: Tensor) -> Tensor:
         """Images (B, 3, H, W) float, normalized, to logits (B, classes) in float32."""
         if self.channels_last:

@@ -136,20 +136,16 @@ def predictions(
     wrong = wrong[sure[wrong].argsort(descending=True)][:16]
     columns = 8
     rows_right, rows_wrong = -(-len(right) // columns), -(-len(wrong) // columns)
-    rows = rows_right + rows_wrong
-    with _Figure(path, figsize=(11.5, 1.78 * rows + 0.5), rows=rows, columns=columns) as (figure, axes):
+    tiles = []
+    for start, chosen in ((0, right.tolist()), (rows_right * columns, wrong.tolist())):
+        for place, index in enumerate(chosen, start):
+            caption, color = f"{_short(labels[int(guess[index])])} {float(sure[index]):.0%}", GOOD
+            if guess[index] != truth[index]:
+                caption, color = f"{caption}\nis {_short(labels[int(truth[index])])}", BAD
+            tiles.append((place, images[index], caption, color))
+    with _Figure(path, figsize=(11.5, 1.78 * (rows_right + rows_wrong) + 0.5)) as (figure, axis):
         figure.suptitle(title, fontsize=11)
-        for axis in axes:
-            axis.axis("off")
-        for start, chosen in ((0, right), (rows_right * columns, wrong)):
-            for axis, index in zip(axes[start:], chosen.tolist(), strict=False):
-                axis.imshow(images[index].permute(1, 2, 0), interpolation="nearest")
-                name, share = labels[int(guess[index])], float(sure[index])
-                if guess[index] == truth[index]:
-                    axis.set_title(f"{_short(name)} {share:.0%}", color=GOOD, fontsize=8.5, pad=3)
-                else:
-                    was = labels[int(truth[index])]
-                    axis.set_title(f"{_short(name)} {share:.0%}\nis {_short(was)}", color=BAD, fontsize=8.5, pad=3)
+        _tiles(axis, tiles, columns, gap=0.24, fontsize=8.5)
 
 
 def image_grid(images: Tensor, path: Path, title: str = "", captions: Sequence[str] | None = None) -> None:
@@ -162,17 +158,27 @@ def image_grid(images: Tensor, path: Path, title: str = "", captions: Sequence[s
         captions: one per image.
     """
     columns = max(1, round(len(images) ** 0.5))
-    rows = -(-len(images) // columns)
-    height = 1.12 if captions else 1.0
-    with _Figure(path, figsize=(columns, rows * height + 0.6), rows=rows, columns=columns) as (figure, axes):
-        figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)
+    rows, gap = -(-len(images) // columns), 0.16 if captions else 0.03
+    texts = [_short(caption) for caption in captions] if captions else [""] * len(images)
+    with _Figure(path, figsize=(columns, rows * (1 + gap) + 0.5)) as (figure, axis):
         figure.suptitle("\n".join(textwrap.wrap(title, 15 * columns)), fontsize=9)
-        for axis in axes:
-            axis.axis("off")
-        for index, axis in zip(range(len(images)), axes, strict=False):
-            axis.imshow(images[index].permute(1, 2, 0), interpolation="nearest")
-            if captions:
-                axis.set_title(_short(captions[index]), fontsize=6.5, pad=1.5, color="#444444")
+        tiles = [(place, image, text, "#444444") for place, (image, text) in enumerate(zip(images, texts, strict=True))]
+        _tiles(axis, tiles, columns, gap, fontsize=6.5)
+
+
+def _tiles(axis: Any, tiles: Sequence[tuple[int, Tensor, str, str]], columns: int, gap: float, fontsize: float) -> None:
+    """Images (place, (3, H, W) uint8, caption, its color) on one axis: an axis each would take seconds to lay out."""
+    height, width = tiles[0][1].shape[-2:] if tiles else (1, 1)
+    aspect = height / width
+    for place, image, caption, color in tiles:
+        x, y = place % columns, place // columns * (aspect + gap)
+        axis.imshow(image.permute(1, 2, 0), extent=(x, x + 0.96, y + aspect * 0.96, y), interpolation="nearest")
+        axis.text(
+            x + 0.48, y - 0.015, caption, ha="center", va="bottom", fontsize=fontsize, color=color, linespacing=1.1
+        )
+    rows = max((place for place, *_ in tiles), default=0) // columns + 1
+    axis.set(xlim=(0, columns), ylim=(rows * (aspect + gap) - gap, -gap), aspect="equal")
+    axis.axis("off")
 
 
 def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu", limit: int = 10_000) -> list[Path]:

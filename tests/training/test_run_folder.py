@@ -1,0 +1,138 @@
+"""The folder of a run: numbering, files, and what is written when things go wrong."""
+
+import errno
+import json
+import threading
+
+import pytest
+import torch
+
+from vision_attn.errors import UserError
+from vision_attn.training.fitting import finish
+from vision_attn.training.interrupt import Interrupted
+from vision_attn.training.run_folder import (
+    best_row,
+    config_hash,
+    create_run_folder,
+    latest_run,
+    read_metrics,
+    run_of_checkpoint,
+    write_metrics,
+)
+
+KEYS = ["recipe", "model", "seed", "val/acc", "test/acc", "seconds", "images_per_second", "params", "macs"]
+KEYS += ["data_hash", "config_hash", "version"]
+
+
+def test_numbers_are_unique_under_a_race(tmp_path):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(create_run_folder(tmp_path, "r"))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(path.name) for path in found) == list(range(16))
+    assert create_run_folder(tmp_path, "r").name == "16"
+
+
+def test_latest_run_needs_a_checkpoint(tmp_path):
+    for number in (2, 10, 11):
+        (tmp_path / "digits_vit" / str(number) / "checkpoints").mkdir(parents=True)
+    for number in (2, 10):
+        (tmp_path / "digits_vit" / str(number) / "checkpoints" / "last.ckpt").touch()
+    assert latest_run(tmp_path, "digits_vit").name == "10"
+    with pytest.raises(UserError, match=r"nothing to resume.*digits_vi.*Did you mean digits_vit"):
+        latest_run(tmp_path, "digits_vi")
+    with pytest.raises(UserError, match="nothing to resume"):
+        latest_run(tmp_path / "nowhere", "x")
+
+
+def test_metrics_round_trip(tmp_path):
+    rows = [
+        {"epoch": 0, "step": 3, "seconds": 1.5, "lr": 1e-3, "train/loss": 2.25},
+        {"epoch": 0, "step": 5, "seconds": 2.5, "lr": 5e-4, "train/loss": 2.0, "val/acc": 0.5, "val/ap": 0.25},
+    ]
+    write_metrics(tmp_path / "m.csv", rows)
+    assert read_metrics(tmp_path / "m.csv") == rows
+    assert (tmp_path / "m.csv").read_text().startswith("epoch,step,seconds,lr,train/loss,train/acc,val/loss,val/acc")
+    assert read_metrics(tmp_path / "none.csv") == []
+
+
+def test_best_row_takes_the_latest_of_equals():
+    rows = [{"step": n, "val/acc": acc} for n, acc in enumerate([0.1, 0.7, 0.7, 0.3])]
+    assert best_row([{"step": 9}, *rows], "val/acc")["step"] == 2
+    assert best_row([{"step": 1}], "val/acc") == {}
+
+
+def test_config_hash_ignores_places():
+    a = config_hash("data: {root: /a, name: x}\ntrainer: {default_root_dir: /b}\nrecipe: r\n")
+    assert a == config_hash("trainer: {default_root_dir: /c}\ndata:\n  name: x\n")
+    assert a != config_hash("data: {name: y}\ntrainer: {}\n")
+
+
+def test_a_run_leaves_everything(tmp_path, make_run):
+    run = make_run(tmp_path, ema={"decay": 0.9}).fit()
+    summary = finish(run.folder, run.trainer, run.module, run.data, test=True)
+    folder = run.folder.path
+    assert folder == tmp_path / "tiny" / "0"
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    plots = {f"plots/{n}.png" for n in ("learning_curves", "confusion_matrix", "predictions", "augmented")}
+    assert files == plots | {
+        *("config.yaml", "metrics.csv", "summary.json", "model.safetensors", "config.json"),
+        *("checkpoints/best.ckpt", "checkpoints/last.ckpt"),
+    }
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert list(json.loads((folder / "summary.json").read_text())) == KEYS
+    assert 0 <= summary["test/acc"] <= 1
+    assert summary["val/acc"] == pytest.approx(max(row["val/acc"] for row in run.folder.rows), abs=1e-6)
+    assert run_of_checkpoint(folder / "checkpoints" / "best.ckpt") == folder
+    assert run_of_checkpoint(folder / "model.safetensors") == folder
+    assert run_of_checkpoint(tmp_path / "other.ckpt") is None
+
+
+def test_what_is_exported_is_the_best_state(tmp_path, make_run):
+    from vision_attn.checkpoints import load_model
+
+    run = make_run(tmp_path, ema={"decay": 0.9}).fit()
+    finish(run.folder, run.trainer, run.module, run.data)
+    best = run.checkpoint("best")
+    exported = load_model(run.folder.path)
+    for name, value in exported.state_dict().items():
+        torch.testing.assert_close(value, best["state_dict"][f"model.{name}"], rtol=0, atol=0)
+    assert exported.config["labels"] == run.data.labels
+    assert exported.config["extra"]["recipe"] == "tiny"
+    again = load_model(run.folder.path / "checkpoints" / "best.ckpt")
+    torch.testing.assert_close(again.state_dict(), exported.state_dict(), rtol=0, atol=0)
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, make_run, monkeypatch):
+    run = make_run(tmp_path, stop_at=5)
+    with pytest.raises(Interrupted):
+        run.fit()
+    before = run.checkpoint()
+    real = torch.save
+
+    def full(value, path, **options):
+        real(value, path, **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    again = make_run(tmp_path, resume=run.folder.path)
+    with pytest.raises(UserError, match=r"disk is full.*last\.ckpt.*previous file is intact"):
+        again.fit(run.folder.path / "checkpoints" / "last.ckpt")
+    monkeypatch.undo()
+    torch.testing.assert_close(run.checkpoint()["state_dict"], before["state_dict"], rtol=0, atol=0)
+    assert [path.name for path in (run.folder.path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_mid_epoch_saves_by_the_clock(tmp_path, make_run):
+    from lightning.pytorch import Callback
+
+    saved = []
+
+    class Watch(Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            saved.append(trainer.global_step)
+
+    make_run(tmp_path, save_every="0.0001s", max_epochs=1, callbacks=[Watch()]).fit()
+    assert saved == list(range(1, 12))

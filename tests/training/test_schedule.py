@@ -1,0 +1,56 @@
+"""Learning rates as functions of the step."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vision_attn.training.schedule import anneal, lr_factor_by_budget, lr_factor_by_step
+
+KINDS = st.sampled_from(["cosine", "linear", "constant"])
+
+
+def test_cosine_with_warmup_by_hand():
+    factors = [lr_factor_by_step(n, 10, 0.2, "cosine") for n in range(10)]
+    expected = [0.5, 1.0] + [0.5 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
+    assert factors == pytest.approx(expected)
+
+
+def test_warmup_in_steps_and_floor():
+    factors = [lr_factor_by_step(n, 12, 4, "linear", floor=0.1) for n in range(13)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert factors[12] == pytest.approx(0.1)
+
+
+def test_endless_runs_stay_at_the_peak():
+    assert lr_factor_by_step(3, math.inf, 0.1, "cosine") == 1.0
+    assert lr_factor_by_step(3, math.inf, 8, "cosine") == 0.5
+
+
+@given(st.integers(1, 500), st.floats(0, 0.9), KINDS, st.floats(0, 1))
+def test_rises_then_falls_between_floor_and_one(total, warmup, kind, floor):
+    factors = [lr_factor_by_step(n, total, warmup, kind, floor) for n in range(total)]
+    warm = round(warmup * total)
+    assert all(0 < f <= 1 for f in factors if floor > 0 or f > 0)
+    assert factors[:warm] == sorted(factors[:warm])
+    assert factors[warm:] == sorted(factors[warm:], reverse=True)
+    assert all(f >= floor - 1e-12 for f in factors[warm:])
+
+
+@given(st.floats(0, 1), st.floats(0, 0.9), KINDS, st.floats(0, 1))
+def test_budget_factor_is_in_range(used, warmup, kind, floor):
+    assert 0 <= lr_factor_by_budget(used, 0, warmup, kind, floor) <= 1
+
+
+def test_budget_and_steps_agree():
+    for used in (0.3, 0.5, 0.9, 1.0):
+        expected = lr_factor_by_step(int(used * 1000), 1000, 0.1, "cosine")
+        assert lr_factor_by_budget(used, 7, 0.1, "cosine") == pytest.approx(expected, abs=1e-9)
+    assert lr_factor_by_budget(0.0, 0, 4, "cosine") == 0.25
+
+
+def test_anneal_clips():
+    assert anneal(1.5, "linear", 0.2) == pytest.approx(0.2)
+    assert anneal(-1, "linear") == 1.0
