@@ -225,21 +225,18 @@ class Attention(nn.Module):
         """(B, H, N, d) queries, (B, G, M, d) keys and values. Positions go to queries and keys only."""
         if hasattr(self, "qkv"):
             if context is None and query_pos is None and key_pos is None:
-                qkv = self.qkv(x)
-                if self.num_heads == self.num_kv_heads:  # one view, one copy at most
-                    b, n, _ = x.shape
-                    q, k, v = qkv.view(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-                    return q, k, v
-                q, k, v = qkv.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+                heads = self.qkv(x).view(x.shape[0], x.shape[1], -1, self.head_dim)  # (B, N, H + 2G, d)
+                # Split and not unbound: the backward pass then writes the gradient of the three in one go.
+                q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+                return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            source = x if context is None else context
+            a, b = self.q_width, self.q_width + self.kv_width
+            q = self._linear(x if query_pos is None else x + query_pos, 0, a)
+            if key_pos is None:
+                k, v = self._linear(source, a, b + self.kv_width).chunk(2, dim=-1)
             else:
-                source = x if context is None else context
-                a, b = self.q_width, self.q_width + self.kv_width
-                q = self._linear(x if query_pos is None else x + query_pos, 0, a)
-                if key_pos is None:
-                    k, v = self._linear(source, a, b + self.kv_width).chunk(2, dim=-1)
-                else:
-                    k = self._linear(source + key_pos, a, b)
-                    v = self._linear(source, b, b + self.kv_width)
+                k = self._linear(source + key_pos, a, b)
+                v = self._linear(source, b, b + self.kv_width)
         else:
             if context is None:
                 raise ValueError("this layer was built with context_dim: it needs a context")
