@@ -15,6 +15,7 @@ from vision_attn.errors import UserError, closest
 CONFIG_KEY = "vision_attn_config"  # in the metadata of a safetensors file
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _NESTED = ("state_dict", "model_state_dict", "model", "net")  # where others keep the tensors in a dictionary
 
 
@@ -35,11 +36,13 @@ def read_state_dict(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     """
     file = _locate(Path(path).expanduser())
     with open(file, "rb") as stream:
-        start = stream.read(4)
+        start = stream.read(9)
     if not start:
         raise UserError(f"{file} is empty: not a checkpoint.")
-    # by content, not by suffix: people rename files
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+    # By content, not by suffix: people rename files. The length of a safetensors header may begin with the bytes of
+    # a zip file or a pickle, so the JSON after it decides.
+    is_header = start[8:] == b"{" and int.from_bytes(start[:8], "little") < _LONGEST_HEADER
+    if not is_header and (start[:2] == b"PK" or start[:1] == b"\x80"):
         state, meta = _read_torch(file)
     else:
         state, meta = _read_safetensors(file)
@@ -133,7 +136,7 @@ def _torch_load(file: Path) -> Any:
             ) from None
         raise UserError(f"{file} is no checkpoint, or a damaged one.") from error
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, PermissionError):
             raise
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{file} is no checkpoint, or a truncated one: {first}") from error

@@ -17,13 +17,15 @@ class SequencePool(nn.Module):
 
     Args:
         dim: D.
+        kernel: ``auto`` or a name of ``vision_attn.attention.KERNELS``.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, kernel: str = "auto") -> None:
         super().__init__()
+        self.kernel = kernel
         self.query = nn.Parameter(nn.init.trunc_normal_(torch.empty(dim), std=0.02))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x[:, None]  # (B, 1, N, D): one head
         query = self.query.to(x.dtype).expand(x.shape[0], 1, 1, -1)
-        return attend(query, tokens, tokens, score="dot")[:, 0, 0]
+        return attend(query, tokens, tokens, score="dot", kernel=self.kernel)[:, 0, 0]

@@ -200,9 +200,10 @@ def _register(name: str, size: dict[str, Any], tokenizer: dict[str, Any]) -> Non
         return CompactTransformer(**{**size, **kwargs, "tokenizer": merged})
 
     build.__name__ = build.__qualname__ = name
-    convs = f" after {tokenizer['n_layers']} conv {tokenizer['kernel_size']}x{tokenizer['kernel_size']}"
+    side = tokenizer["kernel_size"]
+    convs = f" after {tokenizer['n_layers']} conv {side}x{side}" if name.startswith("cct") else ""
     build.__doc__ = (
-        f"{_KINDS[name[:3]]}: {size['depth']} layers of width {size['embed_dim']}{convs if name.startswith('cct') else ''}, "
+        f"{_KINDS[name[:3]]}: {size['depth']} layers of width {size['embed_dim']}{convs}, "
         f"{size['img_size']} px (Hassani et al. 2021)."
     )
     register_model(build)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vision_attn.attention import Attention
 from vision_attn.models.registry import create_model, list_models, model_class, model_defaults
 
 SMALL = 100  # pixels: below, models are listed with CIFAR's 10 classes, above with ImageNet's 1000
@@ -110,20 +109,24 @@ def profile(
 def _count(model: nn.Module, img_size: tuple[int, int] | list[int], in_chans: int) -> tuple[int, list[Part]]:
     """Multiply-accumulates in all and for each child."""
     device = next(model.parameters()).device
-    kernels = {m: m.kernel for m in model.modules() if isinstance(m, Attention)}
+    kernels: dict[Any, str] = {m: m.kernel for m in model.modules() if isinstance(getattr(m, "kernel", None), str)}  # type: ignore[misc]
     shapes: dict[str, list[int]] = {}
     hooks = [
         child.register_forward_hook(lambda _m, _i, out, name=name: shapes.__setitem__(name, list(out.shape[1:])))
         for name, child in model.named_children()
     ]
-    was_training = model.training
+    was_training, all_tokens = model.training, getattr(model, "all_tokens", None)
     counter = FlopCounterMode(display=False)
     try:
+        if all_tokens is not None:
+            model.all_tokens = True  # type: ignore[assignment]  # as papers count, though a ViT spares what its head does not read
         for module in kernels:
             module.kernel = "explicit"  # fused kernels are opaque to the counter on some devices
         with counter, torch.no_grad():
             model.eval()(torch.zeros(1, in_chans, *img_size, device=device))
     finally:
+        if all_tokens is not None:
+            model.all_tokens = all_tokens
         for module, kernel in kernels.items():
             module.kernel = kernel
         for hook in hooks:
