@@ -69,12 +69,31 @@ class EncoderLayer(nn.Module):
         self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path else nn.Identity()
 
     def forward(
-        self, x: Tensor, *, pos: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        pos: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        first: int | None = None,
     ) -> Tensor:
-        """``pos`` is added to queries and keys; ``bias`` and ``mask`` as for ``Attention``."""
-        pairs = {"query_pos": pos, "key_pos": pos, "bias": bias, "mask": mask}
+        """(B, N, D) → (B, N, D), or (B, first, D).
+
+        Args:
+            x: tokens.
+            pos: (B or 1, N, D), added to queries and keys.
+            bias, mask: as for ``Attention``, with as many rows as tokens are computed.
+            first: compute only so many tokens at the beginning. All are attended to; that spares a last layer the
+                work on tokens that nobody reads.
+        """
+        tokens = self.norm1(x) if self.pre_norm else x
+        if first is None:
+            mixed = self.attn(tokens, query_pos=pos, key_pos=pos, bias=bias, mask=mask)
+        else:
+            x, query_pos = x[:, :first], None if pos is None else pos[:, :first]
+            mixed = self.attn(tokens[:, :first], tokens, query_pos=query_pos, key_pos=pos, bias=bias, mask=mask)
+        x = x + self.drop_path(self.ls1(mixed))
         if self.pre_norm:
-            x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), **pairs)))
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, **pairs))))
+        x = self.norm1(x)
         return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
