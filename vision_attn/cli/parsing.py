@@ -41,7 +41,9 @@ class Command(LightningCLI):
         if evaluate:  # the checkpoint knows its model; a configuration or the user may still name it
             argv = ["--model.name=", *argv]
         self.recipe_paths = config_paths(argv)
-        self.task: Task = task_by_name(task_name(argv, self.recipe_paths))
+        trees = [read_recipe(path) for path in self.recipe_paths]
+        self.task: Task = task_by_name(task_name(argv, trees))
+        check_links(trees, self.recipe_paths, self.task)
         super().__init__(
             model_class=self.task.module_class(),
             datamodule_class=self.task.data_class(),
@@ -225,24 +227,42 @@ def config_paths(argv: list[str]) -> list[Path]:
     return paths
 
 
-def task_name(argv: list[str], paths: list[Path]) -> str:
-    """The task, looked up before parsing because it decides which options exist.
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as a tree.
 
     Raises:
-        UserError: a recipe is no YAML mapping.
+        UserError: it is no YAML mapping.
     """
-    name = "classification"
-    for path in paths:
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            mark = getattr(error, "problem_mark", None)
-            reason = getattr(error, "problem", None) or "not a text file"
-            raise UserError(f"{path} is no valid YAML: {reason}{f', line {mark.line + 1}' if mark else ''}") from error
-        if not isinstance(tree, dict):
-            raise UserError(f"{path} is no recipe: it should be a YAML mapping with keys like data, model, trainer")
-        name = tree.get("task", name)
-    return option_value(argv, "--task") or name
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or "not a text file"
+        raise UserError(f"{path} is no valid YAML: {reason}{f', line {mark.line + 1}' if mark else ''}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is no recipe: it should be a YAML mapping with keys like data, model, trainer")
+    return tree
+
+
+def task_name(argv: list[str], trees: list[dict[str, Any]]) -> str:
+    """The task, looked up before parsing because it decides which options exist."""
+    named = [tree["task"] for tree in trees if "task" in tree]
+    return option_value(argv, "--task") or (named[-1] if named else "classification")
+
+
+def check_links(trees: list[dict[str, Any]], paths: list[Path], task: Task) -> None:
+    """Refuse in a recipe what is taken from elsewhere: it would be ignored silently.
+
+    Raises:
+        UserError: naming the key and where its value comes from.
+    """
+    linked = {f"model.{name}": f"the data (data.{name})" for name in task.links}
+    linked |= {"model.seed": "seed_everything", "data.seed": "seed_everything"}
+    for tree, path in zip(trees, paths, strict=True):
+        for option, source in linked.items():
+            section, key = option.split(".")
+            if isinstance(tree.get(section), dict) and key in tree[section]:
+                raise UserError(f"{path}: {option} cannot be set, it comes from {source}")
 
 
 def option_names(parser: LightningArgumentParser, task: Task) -> list[str]:

@@ -67,7 +67,7 @@ class Classifier(TrainingModule):
         self._setup(num_classes, label_smoothing, channels_last, compile)
 
     @classmethod
-    def from_model(cls, model: nn.Module, channels_last: bool | None = None) -> Classifier:
+    def from_model(cls, model: Any, channels_last: bool | None = None) -> Classifier:
         """Wrap a finished model (from ``load_model``) for ``trainer.validate`` and ``trainer.test``."""
         self = cls.__new__(cls)
         TrainingModule.__init__(self)
@@ -91,7 +91,7 @@ class Classifier(TrainingModule):
 
     def on_fit_start(self) -> None:
         """A model that reads its first layer off the data does so now; a resumed run has it already."""
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images") and not self.trainer.ckpt_path:
             self.model.init_whitening(data.plain_images(5000))
 

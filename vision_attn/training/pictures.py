@@ -17,7 +17,7 @@ from torch import Tensor
 from vision_attn.checkpoints.atomic import atomic_write
 
 TRAIN, VAL, GREY, GOOD, BAD = "#4477AA", "#EE6677", "#777777", "#1B7837", "#B2182B"  # Paul Tol's bright scheme
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 150,
     "savefig.dpi": 150,
     "font.size": 9,
@@ -143,7 +143,7 @@ def predictions(
             if guess[index] != truth[index]:
                 caption, color = f"{caption}\nis {_short(labels[int(truth[index])])}", BAD
             tiles.append((place, images[index], caption, color))
-    with _Figure(path, figsize=(11.5, 1.78 * (rows_right + rows_wrong) + 0.5)) as (figure, axis):
+    with _Figure(path, figsize=(11.5, 1.78 * (rows_right + rows_wrong) + 0.3)) as (figure, axis):
         figure.suptitle(title, fontsize=11)
         _tiles(axis, tiles, columns, gap=0.24, fontsize=8.5)
 
@@ -160,7 +160,7 @@ def image_grid(images: Tensor, path: Path, title: str = "", captions: Sequence[s
     columns = max(1, round(len(images) ** 0.5))
     rows, gap = -(-len(images) // columns), 0.16 if captions else 0.03
     texts = [_short(caption) for caption in captions] if captions else [""] * len(images)
-    with _Figure(path, figsize=(columns, rows * (1 + gap) + 0.5)) as (figure, axis):
+    with _Figure(path, figsize=(columns, rows * (1 + gap) + 0.28)) as (figure, axis):
         figure.suptitle("\n".join(textwrap.wrap(title, 15 * columns)), fontsize=9)
         tiles = [(place, image, text, "#444444") for place, (image, text) in enumerate(zip(images, texts, strict=True))]
         _tiles(axis, tiles, columns, gap, fontsize=6.5)

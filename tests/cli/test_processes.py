@@ -1,0 +1,123 @@
+"""What only real processes show: kill -9, Ctrl-C, two processes that train together."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vision_attn.cli.main import main
+
+RECIPE = """
+data: {name: digits, batch_size: 25, max_images: 600, augment: {crop_padding: 1}}
+model:
+  name: vit_tiny_patch16_224
+  args: {patch_size: 4, embed_dim: 12, depth: 2, num_heads: 3, drop_path: 0.2}
+  optimizer: {name: adamw, lr: 3.0e-3}
+trainer: {max_epochs: 4, accelerator: cpu, enable_progress_bar: false}
+ema: {decay: 0.95}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("r.yaml").write_text(RECIPE)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def start(*argv):
+    command = [sys.executable, "-m", "vision_attn", "fit", "--config", *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, process, seconds=90.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, "the run did not get that far"
+        time.sleep(0.005)
+
+
+def weights(folder, name="last"):
+    return torch.load(Path(folder) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def same(a, b):
+    for key in ("state_dict", "current_model_state"):
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
+
+
+def test_resume_after_kill_9_is_bit_for_bit():
+    """Killed in the second epoch, behind its mid-epoch checkpoint; the other run never stopped."""
+    process = start("r.yaml", "--save_every", "0.001s")
+    run = Path("runs/r/0")
+    try:
+        wait_for((run / "metrics.csv").is_file, process)
+        seen = set()  # of the saves after it, the first is that of the epoch's end
+        wait_for(lambda: seen.add(os.stat(run / "checkpoints/last.ckpt").st_mtime_ns) or len(seen) > 4, process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = weights(run)
+    assert killed["global_step"] % 24 != 0  # in mid-epoch
+    assert killed["global_step"] < 96
+    assert main(["fit", "--config", "r.yaml", "--ckpt_path", "last"]) == 0
+    assert not Path("runs/r/1").exists()
+    assert main(["fit", "--config", "r.yaml"]) == 0
+    same(weights("runs/r/0"), weights("runs/r/1"))
+    a, b = (Path(f"runs/r/{n}/metrics.csv").read_text().splitlines() for n in (0, 1))
+    assert len(a) == len(b) == 5
+    a, b = (json.loads(Path(f"runs/r/{n}/summary.json").read_text()) for n in (0, 1))
+    assert a["val/acc"] == b["val/acc"]
+
+
+def test_ctrl_c_saves_and_says_how_to_resume():
+    process = start("r.yaml", "--trainer.max_epochs", "2000")
+    run = Path("runs/r/0")
+    wait_for((run / "metrics.csv").is_file, process)
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, out
+    assert "vision-attn fit --config r.yaml --ckpt_path last" in out
+    assert "Traceback" not in out
+    step = weights(run)["global_step"]
+    assert main(["fit", "--config", "r.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 3)]) == 0
+    assert weights(run)["global_step"] == step + 3
+
+
+def rows(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def test_two_processes_equal_one():
+    """The same global batch gives the same losses; validation and test images count once each."""
+    plain = ["--model.args.drop_path", "0", "--trainer.max_epochs", "2", "--test", "true"]
+    together = "--trainer.devices 2 --trainer.strategy ddp --data.batch_size 25 --data.eval_batch_size 37"
+    process = start("r.yaml", *plain, *together.split())
+    out = process.communicate(timeout=150)[0]
+    assert process.returncode == 0, out
+    assert main(["fit", "--config", "r.yaml", *plain, "--data.batch_size", "50"]) == 0
+    assert sorted(p.name for p in Path("runs/r").iterdir()) == ["0", "1"]  # one folder per run, not per process
+    two, one = rows("runs/r/0"), rows("runs/r/1")
+    for a, b in zip(two, one, strict=True):
+        for key in ("step", "lr", "train/acc", "val/acc"):
+            assert a[key] == b[key]
+        for key in ("train/loss", "val/loss"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4)
+    a, b = (json.loads(Path(f"runs/r/{n}/summary.json").read_text()) for n in (0, 1))
+    assert a["test/acc"] == b["test/acc"]
+    torch.testing.assert_close(
+        weights("runs/r/0")["state_dict"], weights("runs/r/1")["state_dict"], rtol=1e-3, atol=1e-4
+    )
