@@ -9,6 +9,12 @@ import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """The tests' tensors are tiny, and threads that wait for each other on a busy machine cost minutes."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

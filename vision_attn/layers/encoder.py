@@ -6,10 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import StochasticDepth
 
 from vision_attn.attention import Attention
 from vision_attn.layers.mlp import Mlp
+
+
+class DropPath(nn.Module):
+    """In training, each sample skips the branch with a probability (Huang et al. 2016, arXiv 1603.09382).
+
+    torchvision has the same, at the price of two seconds of imports for every command.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        keep = 1 - self.p
+        # those that stay are scaled up, so that the expectation is that of evaluation
+        return x * x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(keep).div_(keep)
 
 
 class LayerScale(nn.Module):
@@ -66,7 +83,7 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act=act, dropout=dropout)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(
         self,
