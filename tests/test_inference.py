@@ -201,7 +201,7 @@ def test_predict_verb(model, pixels, tmp_path, capsys):
         (["predict", "--ckpt_path", str(folder), str(images / "notes.txt")], "notes.txt"),
         (["predict", "--ckpt_path", str(folder), str(images), "--device", "gpu"], "'gpu'"),
         (["predict", "--ckpt_path", str(folder), str(images), "--topk", "many"], "topk"),
-        (["predict", str(images)], "--ckpt_path"),
+        (["predict", str(images)], "ckpt_path"),
     ]:
         assert main(bad) == 2
         text = capsys.readouterr().err
