@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError
+from vision_attn.layers.whitening import WhiteningConv
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "none": nn.Identity}
 POOLS = ("max", "none")
@@ -34,7 +35,9 @@ class ConvTokenizer(nn.Module):
         pool: ``"max"`` (3x3, stride ``pool_stride``) or ``"none"``.
         pool_size: side of the pooling window.
         pool_stride: stride of the pooling window.
+        pool_first: pool before norm and activation, which then work on a quarter of the pixels.
         norm: batch norm after each convolution; the paper has none.
+        whiten: a frozen whitening layer before the first convolution; see ``WhiteningConv``.
         act: ``relu``, ``gelu``, ``silu`` or ``none``.
         bias: bias of the convolutions.
 
@@ -55,7 +58,9 @@ class ConvTokenizer(nn.Module):
         pool: str = "max",
         pool_size: int = 3,
         pool_stride: int = 2,
+        pool_first: bool = False,
         norm: bool = False,
+        whiten: bool = False,
         act: str = "relu",
         bias: bool = False,
     ) -> None:
@@ -73,7 +78,10 @@ class ConvTokenizer(nn.Module):
         self.kernel_size, self.stride = kernel_size, stride
         self.padding = kernel_size // 2 if padding is None else padding
         self.pool_size, self.pool_stride = (pool_size, pool_stride) if pool == "max" else (1, 1)
-        widths = [in_chans, *hidden, embed_dim]
+        self.pool_padding = (self.pool_size - 1) // 2  # none for windows of 2
+        self.pool_first = pool_first
+        self.whiten = WhiteningConv(in_chans) if whiten else None
+        widths = [self.whiten.out_channels if self.whiten is not None else in_chans, *hidden, embed_dim]
         convs = [
             nn.Conv2d(a, b, kernel_size, stride=stride, padding=self.padding, bias=bias) for a, b in pairwise(widths)
         ]
@@ -91,9 +99,10 @@ class ConvTokenizer(nn.Module):
         """
 
         def side(n: int) -> int:
+            n -= 0 if self.whiten is None else 1
             for _ in self.convs:
                 n = (n + 2 * self.padding - self.kernel_size) // self.stride + 1
-                n = (n + 2 * (self.pool_size // 2) - self.pool_size) // self.pool_stride + 1
+                n = (n + 2 * self.pool_padding - self.pool_size) // self.pool_stride + 1
             return n
 
         rows, columns = side(img_size[0]), side(img_size[1])
@@ -103,8 +112,14 @@ class ConvTokenizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images ``(B, C, H, W)`` to tokens ``(B, N, D)``, row by row."""
+        if self.whiten is not None:
+            x = self.act(self.whiten(x))
         for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = self.act(norm(conv(x)))
-            if self.pool_stride > 1 or self.pool_size > 1:
-                x = F.max_pool2d(x, self.pool_size, self.pool_stride, self.pool_size // 2)
+            x = conv(x)
+            x = self.act(norm(self._pool(x))) if self.pool_first else self._pool(self.act(norm(x)))
         return x.flatten(2).transpose(1, 2)  # (B, D, h, w) -> (B, N, D)
+
+    def _pool(self, x: Tensor) -> Tensor:
+        if self.pool_stride == self.pool_size == 1:
+            return x
+        return F.max_pool2d(x, self.pool_size, self.pool_stride, self.pool_padding)

@@ -108,6 +108,11 @@ class CompactTransformer(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def init_whitening(self, images: Tensor, eps: float = 5e-4) -> None:
+        """Sets the tokenizer's whitening layer, if it has one, by normalized training images (N, C, H, W)."""
+        if self.patch_embed.whiten is not None:
+            self.patch_embed.whiten.init_from(images, eps)
+
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay must leave alone."""
         return {"pos_embed", "cls_token", "pool.query"}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import pair
+from vision_attn.layers.whitening import WhiteningConv
 from vision_attn.models.registry import register_model
 
 MIN_SIZE = 8  # pixels: the digit scans, and what the CIFAR nets (which divide by 4 to 8) still see as a grid
@@ -274,35 +275,16 @@ class AirbenchNet(nn.Module):
         super().__init__()
         self.img_size = _checked(img_size)
         self.head_scale = head_scale
-        patch = 4 * in_chans
-        self.whiten = nn.Conv2d(in_chans, 2 * patch, 2)  # every direction twice, with both signs
-        self.whiten.weight.requires_grad_(False)
-        nn.init.zeros_(self.whiten.bias)  # type: ignore[arg-type]
-        self._set_whitening(_cosine_basis(in_chans))
-        chans = (2 * patch, *widths)
+        self.whiten = WhiteningConv(in_chans)
+        chans = (self.whiten.out_channels, *widths)
         self.blocks = nn.Sequential(
             *(AirbenchBlock(a, b, depth=depth, bn_momentum=bn_momentum) for a, b in pairwise(chans))
         )
         self.head = nn.Linear(chans[-1], num_classes, bias=False)
 
-    def _set_whitening(self, directions: Tensor) -> None:
-        with torch.no_grad():
-            self.whiten.weight.copy_(torch.cat([directions, -directions]))
-
-    @torch.no_grad()
     def init_whitening(self, images: Tensor, eps: float = 5e-4) -> None:
-        """Set the first layer so that 2x2 patches of the training images come out decorrelated.
-
-        Args:
-            images: ``(N, C, H, W)`` normalised training images; 5,000 are plenty.
-            eps: added to the eigenvalues before their square roots, so that noise is not blown up.
-        """
-        chans = images.shape[1]
-        patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1)  # (N, C, H-1, W-1, 2, 2)
-        patches = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, chans * 4)  # (P, C*2*2)
-        eigenvalues, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
-        directions = vectors.T / (eigenvalues.clamp_min(0) + eps).sqrt()[:, None]  # (C*4, C*4), one per row
-        self._set_whitening(directions.flip(0).reshape(-1, chans, 2, 2))
+        """Sets the first layer by normalized training images (N, C, H, W); see ``WhiteningConv.init_from``."""
+        self.whiten.init_from(images, eps)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images ``(B, C, H, W)`` to the last grid of features ``(B, D, h, w)``."""
@@ -311,22 +293,6 @@ class AirbenchNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.forward_features(x).amax((2, 3))) * self.head_scale
-
-
-def _cosine_basis(chans: int) -> Tensor:
-    """Orthonormal cosine (DCT-II) basis of a ``(C, 2, 2)`` patch, ``(4 C, C, 2, 2)``.
-
-    For three channels it is luminance, red against blue, and green against both: close to the principal
-    components of natural patches, without having seen any.
-    """
-
-    def dct(n: int) -> Tensor:
-        k, i = torch.arange(n)[:, None], torch.arange(n)[None, :]
-        basis = torch.cos(math.pi / n * (i + 0.5) * k) * math.sqrt(2 / n)
-        basis[0] /= math.sqrt(2)
-        return basis
-
-    return torch.einsum("ac,bh,dw->abdchw", dct(chans), dct(2), dct(2)).reshape(-1, chans, 2, 2)
 
 
 @register_model
