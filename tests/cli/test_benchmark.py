@@ -1,0 +1,85 @@
+"""``vision-attn benchmark kernels``: shows the table, measures, keeps a measurement. Tiny sizes; no time is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vision_attn.attention import KERNELS, kernel_table
+from vision_attn.benchmarking import interleaved, matrix_share
+from vision_attn.cli.main import main
+
+TINY = ["--dtype", "float32", "--lengths", "[5,7]", "--batch", "2", "--heads", "3", "--width", "4", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache folder of the test's own; the table in use is restored afterwards."""
+    monkeypatch.delenv(kernel_table.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_table.load()
+    yield
+    monkeypatch.undo()
+    kernel_table.load()
+
+
+def test_measure_save_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["benchmark", "kernels", *TINY, "--save"]) == 0
+    shown = capsys.readouterr().out
+    path = kernel_table.user_path("cpu")
+    assert path.is_file()
+    assert str(path) in shown.replace("\n", "")
+    assert all(name in shown for name in KERNELS)
+    file = tmp_path / "shown.json"
+    assert main(["benchmark", "kernels", "--lengths", "[5]", "--json", str(file)]) == 0
+    cells = json.loads(file.read_text())["cells"]
+    assert set(cells) == {
+        kernel_table.cell_name("float32", training, kind) for training in (True, False) for kind in kernel_table.KINDS
+    }
+    for cell in cells.values():
+        assert list(cell) == ["5"]
+        assert set(cell["5"]) == set(KERNELS)
+        assert all(ms > 0 for ms in cell["5"].values())
+
+
+def test_measuring_alone_keeps_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["benchmark", "kernels", *TINY, "--measure", "--json", "-"]) == 0
+    section = json.loads(capsys.readouterr().out)
+    assert section["device"] == kernel_table.device_key("cpu")
+    assert section["threads"] == torch.get_num_threads()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["kernel"], "Did you mean kernels?"),
+        (["kernels", "--dtype", "bfloat17", "--measure"], "float32, bfloat16"),
+        (["kernels", "--device", "tpu", "--measure"], "no such device"),
+        (["kernels", "--device", "tpu"], "nothing was measured for tpu"),
+        (["kernels", "--rounds", "0", "--measure"], "--rounds"),
+        (["kernels", "--lengths", "[0]", "--measure"], "--lengths"),
+        (["kernels", "--lenghts", "[5]"], "Did you mean --lengths?"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert main(["benchmark", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) <= 2
+
+
+def test_interleaved_takes_turns() -> None:
+    calls: list[str] = []
+    seconds = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3, warmup=2)
+    assert "".join(calls) == "abc" * 5
+    assert set(seconds) == set("abc")
+
+
+def test_matrix_share() -> None:
+    a = torch.randn(311, 307)
+    assert matrix_share(lambda: a @ a.T) > 0
+    assert matrix_share(lambda: a.exp().sin()) == 0
