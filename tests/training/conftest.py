@@ -56,7 +56,7 @@ class Run:
         self.data = ImageData(
             "digits",
             batch_size=19,
-            max_images=200,
+            max_images=options.pop("max_images", 200),
             augment=AugmentConfig(**options.pop("augment", {"crop_padding": 1})),
             val_fraction=options.pop("val_fraction", None),
         )

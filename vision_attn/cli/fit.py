@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,12 @@ def run(argv: list[str]) -> int:
         with stop.listening():
             trainer.fit(command.model, command.datamodule, ckpt_path=ckpt_path, weights_only=True)
     except Interrupted as interruption:
-        return _say_how_to_resume(command, interruption.path, stop.exit_code)
+        return _say_how_to_resume(argv, trainer, interruption.path, stop.exit_code)
     except SystemExit:  # Lightning's answer to a second Ctrl-C
         if not stop.requested:
             raise
         last = run_folder.path / "checkpoints" / "last.ckpt"
-        return _say_how_to_resume(command, last if last.is_file() else None, stop.exit_code)
+        return _say_how_to_resume(argv, trainer, last if last.is_file() else None, stop.exit_code)
 
     def plain_trainer() -> Any:
         return command.build_trainer(enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
@@ -94,17 +95,14 @@ def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | N
     return str(path), run_of_checkpoint(path) if path.name == "last.ckpt" else None
 
 
-def _say_how_to_resume(command: Any, path: Path | None, exit_code: int) -> int:
-    trainer = command.trainer
+def _say_how_to_resume(argv: list[str], trainer: Any, path: Path | None, exit_code: int) -> int:
     if trainer.is_global_zero:
         if path is None:
             print("stopped before anything was saved", file=sys.stderr)
             return exit_code
-        recipe = command.recipe_paths[-1] if command.recipe_paths else None
-        how = f"--config {recipe} --ckpt_path last" if recipe else f"... --ckpt_path {path}"
-        place = command.config.trainer.default_root_dir
-        how += f" --trainer.default_root_dir {place}" if place and recipe else ""
-        print(f"stopped; the state is saved in {path}\nto go on: vision-attn fit {how}", file=sys.stderr)
+        again = [w for n, w in enumerate(argv) if "--ckpt_path" not in (w.split("=")[0], argv[n - 1] if n else "")]
+        how = shlex.join(["vision-attn", "fit", *again, "--ckpt_path", "last"])
+        print(f"stopped; the state is saved in {path}\nto go on: {how}", file=sys.stderr)
     return exit_code
 
 

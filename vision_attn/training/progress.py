@@ -81,7 +81,9 @@ class ProgressLine(ProgressBar):
     ) -> None:
         """Show that a validation is going on."""
         now = time.monotonic()
-        if self._enabled and now - self._drawn_at >= self._every and trainer.state.fn == "fit":
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if self._enabled and now - self._drawn_at >= self._every:
             self._drawn_at = now
             total = sum(float(n) for n in trainer.num_val_batches)
             self._show(f"epoch {self._epoch(trainer)} validation {_bar((batch_idx + 1) / max(1.0, total))}")
