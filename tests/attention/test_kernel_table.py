@@ -102,6 +102,9 @@ def test_exceptions_to_the_table(user_table) -> None:
 
 def test_unmeasured_devices_have_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_table, "_rankings", {})
+    monkeypatch.setattr(kernel_table, "_multiplies_bfloat16", False)
+    assert fastest(BASE, ALL) == "sdpa"
+    monkeypatch.setattr(kernel_table, "_multiplies_bfloat16", True)
     assert fastest(BASE, ALL) == "explicit"
     assert fastest(dataclasses.replace(BASE, queries=2000), ALL) == "explicit"
     assert fastest(dataclasses.replace(BASE, queries=2000, keys=2000), ALL) == "sdpa"

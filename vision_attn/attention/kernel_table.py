@@ -73,10 +73,13 @@ def _is_large(request: Request) -> bool:
 
 
 def default(request: Request) -> str:
-    """Where nothing was measured: the fused kernel, except on a CPU with dropout, or in 16 bits below 1,000 tokens."""
+    """Where nothing was measured: the fused kernel, with two exceptions on a CPU.
+
+    Those are dropout, and bfloat16 below 1,000 tokens where the processor multiplies bfloat16 itself.
+    """
     if torch.compiler.is_exporting() or request.device != "cpu" or _is_large(request):
         return "sdpa"
-    short = request.dtype in (torch.bfloat16, torch.float16) and request.queries * request.keys < 1_000_000
+    short = _multiplies_bfloat16 and request.dtype == torch.bfloat16 and request.queries * request.keys < 1_000_000
     return "explicit" if short or request.dropout else "sdpa"
 
 
@@ -226,4 +229,5 @@ def _key(device: str, cell: str) -> Key:
 
 
 _rankings: dict[Key, Ranking] = {}
+_multiplies_bfloat16 = cpu_capability() in ("amx", "avx512_bf16")
 load()

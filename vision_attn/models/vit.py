@@ -148,7 +148,7 @@ class VisionTransformer(nn.Module):
         A head on the class token reads one token, so the last layer computes that one alone: 7 % less work in twelve
         layers. It computes all of them while attention is recorded, or where ``all_tokens`` is set.
         """
-        watched = self.all_tokens or any(block.attn.recorder is not None for block in self.blocks)
+        watched = self.all_tokens or any(block.attn.recorder is not None for block in self.blocks)  # type: ignore[union-attr]
         return self.forward_head(self.forward_features(x, first=None if watched or self.global_pool == "avg" else 1))
 
 
