@@ -91,7 +91,7 @@ def test_other_image_sizes_resample_positions():
     flat = small().eval()
     with torch.no_grad():
         flat.pos_embed.copy_(torch.randn(DIM).expand_as(flat.pos_embed))  # the same everywhere stays the same
-        torch.testing.assert_close(flat._position((4, 9))[0, 11], flat.pos_embed[0, 0])
+        torch.testing.assert_close(flat.position_at((4, 9))[0, 11], flat.pos_embed[0, 0])
 
 
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "none"])
@@ -155,3 +155,30 @@ def test_tokenizer_errors():
         va.create_model("cvt_7_4_32", img_size=3)
     with pytest.raises(UserError, match="global_pool"):
         small(global_pool="max")
+
+
+@pytest.mark.parametrize("pool_first", [False, True])
+def test_whitened_deep_tokenizer(pool_first):
+    tokenizer = {"whiten": True, "norm": True, "stage_depth": 2, "pool_size": 2, "pool_first": pool_first}
+    model = va.create_model("cct_2_3x2_32", num_classes=CLASSES, embed_dim=20, num_heads=2, tokenizer=tokenizer)
+    x = torch.randn(7, 3, 32, 32)
+    model.init_whitening(x, eps=0.0)
+    patches = model.patch_embed.whiten(x)[:, :12].movedim(1, -1).flatten(0, 2)
+    torch.testing.assert_close(patches.T @ patches / len(patches), torch.eye(12), rtol=0, atol=1e-3)
+    # 32 pixels, 31 after whitening, halved twice
+    assert model.grid_size == (7, 7)
+    assert model.patch_embed(x).shape == (7, 49, 20)
+    model(x).square().sum().backward()
+    frozen = [name for name, p in model.named_parameters() if p.grad is None]
+    assert frozen == ["patch_embed.whiten.weight"]
+
+
+def test_what_follows_the_first_convolution_of_a_stage_begins_as_the_identity():
+    tokenizer = ConvTokenizer(embed_dim=11, channels=7, stage_depth=3, act="none").eval()
+    shallow = ConvTokenizer(embed_dim=11, channels=7, act="none").eval()
+    shallow.load_state_dict(tokenizer.state_dict(), strict=False)
+    for stage in tokenizer.refine:
+        for layer in stage:
+            torch.nn.init.zeros_(layer[0].bias)
+    x = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(tokenizer(x), shallow(x))

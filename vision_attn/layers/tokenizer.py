@@ -26,7 +26,8 @@ class ConvTokenizer(nn.Module):
     Args:
         in_chans: channels of the images.
         embed_dim: width of a token.
-        n_layers: number of convolution stages.
+        n_layers: number of convolution stages, each of which may pool.
+        stage_depth: convolutions per stage; those after the first keep width and grid, and begin as the identity.
         channels: widths of the stages before the last (which has ``embed_dim``): one number for all, or a list
             of ``n_layers - 1``.
         kernel_size: side of the convolutions, in pixels.
@@ -51,6 +52,7 @@ class ConvTokenizer(nn.Module):
         in_chans: int = 3,
         embed_dim: int = 128,
         n_layers: int = 2,
+        stage_depth: int = 1,
         channels: int | Sequence[int] = 64,
         kernel_size: int = 3,
         stride: int = 1,
@@ -82,13 +84,14 @@ class ConvTokenizer(nn.Module):
         self.pool_first = pool_first
         self.whiten = WhiteningConv(in_chans) if whiten else None
         widths = [self.whiten.out_channels if self.whiten is not None else in_chans, *hidden, embed_dim]
-        convs = [
-            nn.Conv2d(a, b, kernel_size, stride=stride, padding=self.padding, bias=bias) for a, b in pairwise(widths)
-        ]
-        for conv in convs:
+        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        self.refine = nn.ModuleList()  # per stage: what follows its first convolution
+        for a, b in pairwise(widths):
+            conv = nn.Conv2d(a, b, kernel_size, stride=stride, padding=self.padding, bias=bias)
             nn.init.kaiming_normal_(conv.weight)
-        self.convs = nn.ModuleList(convs)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(c) if norm else nn.Identity() for c in widths[1:])
+            self.convs.append(conv)
+            self.norms.append(nn.BatchNorm2d(b) if norm else nn.Identity())
+            self.refine.append(nn.Sequential(*(_same_width(b, norm, act) for _ in range(stage_depth - 1))))
         self.act = ACTIVATIONS[act]()
 
     def grid(self, img_size: Sequence[int]) -> tuple[int, int]:
@@ -114,12 +117,20 @@ class ConvTokenizer(nn.Module):
         """Images ``(B, C, H, W)`` to tokens ``(B, N, D)``, row by row."""
         if self.whiten is not None:
             x = self.act(self.whiten(x))
-        for conv, norm in zip(self.convs, self.norms, strict=True):
+        for conv, norm, refine in zip(self.convs, self.norms, self.refine, strict=True):
             x = conv(x)
             x = self.act(norm(self._pool(x))) if self.pool_first else self._pool(self.act(norm(x)))
+            x = refine(x)
         return x.flatten(2).transpose(1, 2)  # (B, D, h, w) -> (B, N, D)
 
     def _pool(self, x: Tensor) -> Tensor:
         if self.pool_stride == self.pool_size == 1:
             return x
         return F.max_pool2d(x, self.pool_size, self.pool_stride, self.pool_padding)
+
+
+def _same_width(channels: int, norm: bool, act: str) -> nn.Sequential:
+    """3×3 convolution, norm, activation on (B, C, H, W); its filters begin near the identity."""
+    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=not norm)
+    nn.init.dirac_(conv.weight)
+    return nn.Sequential(conv, nn.BatchNorm2d(channels) if norm else nn.Identity(), ACTIVATIONS[act]())

@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig, resample_grid, token_position
+from vision_attn.attention import AttentionConfig
 from vision_attn.errors import UserError, closest
 from vision_attn.layers.embed import pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
 from vision_attn.layers.pooling import SequencePool
+from vision_attn.layers.positions import GridPositions
 from vision_attn.layers.tokenizer import ConvTokenizer
 from vision_attn.models.registry import model_arguments, register_model
 
 POOLS = ("seq", "avg", "token")
 
 
-class CompactTransformer(nn.Module):
+class CompactTransformer(GridPositions):
     """Convolutional tokens → encoder layers → pooled → logits. (B, C, H, W) → (B, num_classes).
 
     Pre-norm layers as in the paper's text. (Its code also normalises the residual stream itself between the
@@ -74,17 +75,12 @@ class CompactTransformer(nn.Module):
         self.img_size = pair(img_size)
         self.global_pool = global_pool
         self.patch_embed = _tokenizer(in_chans, embed_dim, tokenizer or {})
-        self.grid_size = self.patch_embed.grid(self.img_size)
-        self.embedded_prefix = self.num_prefix_tokens = int(global_pool == "token")
+        self.num_prefix_tokens = int(global_pool == "token")
+        grid = self.patch_embed.grid(self.img_size)
+        self.init_positions(config.position or "learned", self.num_prefix_tokens, grid, embed_dim)
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.trunc_normal_(self.pos_embed, std=0.2)  # as the authors do
         self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 0.02) if global_pool == "token" else None
-        kind = config.position or "learned"
-        position, learn = token_position(kind, self.embedded_prefix, self.grid_size, embed_dim)
-        self.fixed_position = kind if position is not None and not learn else None
-        self.pos_embed: Tensor | None
-        if position is not None and learn:
-            self.pos_embed = nn.Parameter(nn.init.trunc_normal_(position, std=0.2))  # as the authors do
-        else:
-            self.register_buffer("pos_embed", position, persistent=False)
         self.pos_drop = nn.Dropout(drop_rate)
         self.blocks = nn.ModuleList(
             EncoderLayer(
@@ -117,17 +113,9 @@ class CompactTransformer(nn.Module):
         """Parameters that weight decay must leave alone."""
         return {"pos_embed", "cls_token", "pool.query"}
 
-    def _position(self, grid: tuple[int, int]) -> Tensor | None:
-        if self.pos_embed is None or grid == self.grid_size:
-            return self.pos_embed
-        if self.fixed_position is not None:  # a formula is evaluated at the new size, not interpolated
-            table, _ = token_position(self.fixed_position, self.embedded_prefix, grid, self.pos_embed.shape[-1])
-            return None if table is None else table.to(self.pos_embed)
-        return resample_grid(self.pos_embed, self.grid_size, grid, self.embedded_prefix)
-
     def embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → (B, prefix + N, D) tokens with positions."""
-        position = self._position(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
+        position = self.position_at(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         tokens = self.patch_embed(x)
         if self.cls_token is not None:
             tokens = torch.cat([self.cls_token.to(tokens.dtype).expand(len(x), -1, -1), tokens], dim=1)

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig, resample_grid, token_position
+from vision_attn.attention import AttentionConfig
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import PatchEmbed, pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
+from vision_attn.layers.positions import GridPositions
 from vision_attn.models.registry import register_model
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(GridPositions):
     """Patches → tokens → encoder layers → pooled → logits. (B, C, H, W) → (B, num_classes).
 
     Args:
@@ -74,19 +75,13 @@ class VisionTransformer(nn.Module):
         self.global_pool = global_pool
         self.all_tokens = False  # for those who look at the last layer's other tokens, which the head may not read
         self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.embedded_prefix = 0 if no_embed_class else self.num_prefix_tokens  # prefix tokens that have a position
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
-        self.grid_size = self.patch_embed.grid(self.img_size)
+        grid = self.patch_embed.grid(self.img_size)
+        self.init_positions(
+            config.position or "learned", 0 if no_embed_class else self.num_prefix_tokens, grid, embed_dim
+        )
         self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 1e-6) if class_token else None
         self.reg_token = nn.Parameter(torch.randn(1, reg_tokens, embed_dim) * 1e-6) if reg_tokens else None
-        kind = config.position or "learned"
-        position, learn = token_position(kind, self.embedded_prefix, self.grid_size, embed_dim)
-        self.pos_embed: Tensor | None
-        if position is not None and learn:
-            self.pos_embed = nn.Parameter(position)
-        else:
-            self.register_buffer("pos_embed", position, persistent=False)  # computed again at every build
-        self.fixed_position = kind if position is not None and not learn else None
         layer = {"qkv_bias": qkv_bias, **config.for_layer()}
         self.blocks = nn.ModuleList(
             EncoderLayer(
@@ -111,17 +106,9 @@ class VisionTransformer(nn.Module):
         """Parameters that weight decay must leave alone."""
         return {"pos_embed", "cls_token", "reg_token"}
 
-    def _position(self, grid: tuple[int, int]) -> Tensor | None:
-        if self.pos_embed is None or grid == self.grid_size:
-            return self.pos_embed
-        if self.fixed_position is not None:  # a formula is evaluated at the new size, not interpolated
-            table, _ = token_position(self.fixed_position, self.embedded_prefix, grid, self.pos_embed.shape[-1])
-            return None if table is None else table.to(self.pos_embed)
-        return resample_grid(self.pos_embed, self.grid_size, grid, self.embedded_prefix)
-
     def embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → (B, prefix + patches, D) tokens with positions."""
-        position = self._position(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
+        position = self.position_at(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         tokens = self.patch_embed(x)
         prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
         if position is not None and not self.embedded_prefix:

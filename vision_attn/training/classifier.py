@@ -91,8 +91,12 @@ class Classifier(TrainingModule):
 
     def on_fit_start(self) -> None:
         """A model that reads its first layer off the data does so now; a resumed run has it already."""
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images") and not self.trainer.ckpt_path:
+        if not self.trainer.ckpt_path:
+            self.init_from(getattr(self.trainer, "datamodule", None))
+
+    def init_from(self, data: Any) -> None:
+        """Let a model with a whitening layer see training images, where the data can show some."""
+        if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images"):
             self.model.init_whitening(data.plain_images(5000))
 
     def forward(self, image: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class TrainingModule(pl.LightningModule):
         self.optimizer_config = optimizer or OptimizerConfig()
         self.seed = seed
         self.budget_used: float | None = None  # set by the Budget callback before each step
+        self._ndims: dict[str, int] = {}
         self.total_steps = math.inf
         self.lr = 0.0
         self._sums: dict[str, Tensor] = {}
@@ -44,7 +45,14 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer alone: rates are set before every step, no scheduler object counts along."""
-        return build_optimizer(self.model, self.optimizer_config)
+        if self.optimizer_config.name == "muon" and "FSDP" in type(self.trainer.strategy).__name__:
+            raise UserError("muon needs whole matrices, FSDP shards them: choose --model.optimizer.name adamw")
+        return build_optimizer(self.model, self.optimizer_config, self._ndims)
+
+    def setup(self, stage: str) -> None:
+        """Note the shapes of the parameters before a strategy may shard them."""
+        if not self._ndims:
+            self._ndims = {name: p.ndim for name, p in self.model.named_parameters()}
 
     def on_train_start(self) -> None:
         """Read the length of the run off the trainer."""
@@ -96,6 +104,9 @@ class TrainingModule(pl.LightningModule):
         """Watch the loss: at every step where reading it is free (CPU), otherwise now and then."""
         now = time.perf_counter()
         self._seconds, self._mark = self._seconds + now - self._mark, now
+        if 0 <= self.trainer.max_steps <= self.global_step:  # otherwise a run that ends in mid-epoch is not validated
+            self.trainer.should_stop = True
+            self.trainer.check_val_every_n_epoch = 1
         every = 1 if self.device.type == "cpu" else self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.global_step % every == 0:
             loss = float(outputs["loss"])
