@@ -103,14 +103,19 @@ class EncoderLayer(nn.Module):
             first: compute only so many tokens at the beginning. All are attended to; that spares a last layer the
                 work on tokens that nobody reads.
         """
-        tokens = self.norm1(x) if self.pre_norm else x
-        if first is None:
-            mixed = self.attn(tokens, query_pos=pos, key_pos=pos, bias=bias, mask=mask)
-        else:
-            x, query_pos = x[:, :first], None if pos is None else pos[:, :first]
-            mixed = self.attn(tokens[:, :first], tokens, query_pos=query_pos, key_pos=pos, bias=bias, mask=mask)
-        x = x + self.drop_path(self.ls1(mixed))
+        rest = x if first is None else x[:, :first]
+        x = rest + self.drop_path(self.ls1(self._attend(x, pos, bias, mask, first)))
         if self.pre_norm:
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         x = self.norm1(x)
         return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
+
+    def _attend(
+        self, x: Tensor, pos: Tensor | None, bias: Tensor | None, mask: Tensor | None, first: int | None
+    ) -> Tensor:
+        # Apart from ``forward``, so that the normalized tokens are freed before the MLP takes memory.
+        tokens = self.norm1(x) if self.pre_norm else x
+        if first is None:
+            return self.attn(tokens, query_pos=pos, key_pos=pos, bias=bias, mask=mask)
+        query_pos = None if pos is None else pos[:, :first]
+        return self.attn(tokens[:, :first], tokens, query_pos=query_pos, key_pos=pos, bias=bias, mask=mask)
