@@ -2,7 +2,7 @@
 """What the input pipeline costs: a training step fed by ``ImageData`` against the same step on ready tensors.
 
 Both run in turn, and medians are compared. A step is forward, loss, backward and AdamW. Ready tensors are batches of
-the same data, augmented beforehand. CIFAR-10 is taken where ``$VISION_ATTN_DATA`` has it, digits at 32 pixels otherwise.
+the same data, augmented beforehand. CIFAR-10 is taken where $VISION_ATTN_DATA has it, digits at 32 pixels otherwise.
 
     python scripts/benchmark_pipeline.py
     python scripts/benchmark_pipeline.py --models resnet20_cifar --augment strong --threads 1 --cpu-time
@@ -30,6 +30,7 @@ from vision_attn.attention.kernel_table import cpu_capability, cpu_name
 from vision_attn.benchmarking import interleaved
 from vision_attn.data import AugmentConfig, ImageData
 from vision_attn.training.classifier import is_cnn
+from vision_attn.training.memory import keep_freed_memory
 
 Batch = dict[str, Tensor]
 
@@ -124,6 +125,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     if options.cpu_time and threads > 1:
         parser.error("--cpu-time needs --threads 1: with more threads, waiting counts as work")
+    keep_freed_memory()  # as `vision-attn fit` does
     torch.manual_seed(0)
     rows = [measure(name, options) for name in options.models]
     clock = "processor time" if options.cpu_time else "wall-clock time"

@@ -30,6 +30,7 @@ from timm.layers import set_fused_attn
 import vision_attn as va
 from vision_attn.attention.kernel_table import cpu_capability, cpu_name
 from vision_attn.benchmarking import forward_pass, interleaved, matrix_share, synchronizer, training_step
+from vision_attn.training.memory import keep_freed_memory
 
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "vit_tiny": ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "num_classes": 10}, 128),
@@ -134,6 +135,7 @@ def main() -> None:
     threads = torch.get_num_threads()
     if options.cpu_time and (threads > 1 or options.device != "cpu"):
         parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
+    keep_freed_memory()  # as `vision-attn fit` does
     torch.manual_seed(0)
     rows = [row for case in options.models for row in measure(case, options)]
     print()

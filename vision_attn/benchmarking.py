@@ -38,10 +38,12 @@ def interleaved(
         synchronize: waits for a device that works in the background.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
     for i in range(-warmup, rounds):
-        for name, function in functions.items():
+        order = [*order[1:], order[0]]  # what ran before leaves caches and memory behind, for everyone in turn
+        for name in order:
             start = clock()
-            function()
+            functions[name]()
             if synchronize is not None:
                 synchronize()
             if i >= 0:

@@ -23,6 +23,7 @@ def run(argv: list[str]) -> int:
     from vision_attn.training.budget import parse_budget
     from vision_attn.training.fitting import finish, make_callbacks, make_plugins
     from vision_attn.training.interrupt import Interrupted, StopSignal
+    from vision_attn.training.memory import keep_freed_memory
     from vision_attn.training.run_folder import RunFolder
 
     command = Command("fit", argv)
@@ -35,6 +36,7 @@ def run(argv: list[str]) -> int:
         config.trainer.num_sanity_val_steps = (
             config.trainer.num_sanity_val_steps or 1
         )  # to know what a validation costs
+    keep_freed_memory()
     command.build()
     stop = StopSignal()
     run_folder = RunFolder(
