@@ -23,7 +23,18 @@ _EXPORTS = {
     "attention_maps": "vision_attn.explain",
 }
 
-__all__ = ["__version__", *sorted(_EXPORTS)]
+__all__ = [
+    "Attention",
+    "__version__",
+    "attend",
+    "attention_maps",
+    "attention_weights",
+    "create_model",
+    "list_models",
+    "load_model",
+    "predict",
+    "save_model",
+]
 
 if TYPE_CHECKING:
     from vision_attn.attention import Attention, attend, attention_weights

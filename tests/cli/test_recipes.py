@@ -36,7 +36,10 @@ def root(tmp_path_factory) -> Path:
         write(f"cifar-10-batches-py/{name}", "labels", 20, 10)
     for name in ("train", "test"):
         write(f"cifar-100-python/{name}", "fine_labels", 120, 100)
-    names = {"cifar-10-batches-py/batches.meta": ("label_names", 10), "cifar-100-python/meta": ("fine_label_names", 100)}
+    names = {
+        "cifar-10-batches-py/batches.meta": ("label_names", 10),
+        "cifar-100-python/meta": ("fine_label_names", 100),
+    }
     for path, (key, classes) in names.items():
         (root / path).write_bytes(pickle.dumps({key: [f"kind {i}" for i in range(classes)]}, protocol=2))
     return root
