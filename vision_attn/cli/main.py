@@ -8,6 +8,7 @@ It is imported only when it is used, so that ``--help`` answers at once. To add 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from vision_attn import __version__
@@ -75,8 +76,19 @@ def _run(verb: str, argv: list[str], debug: bool) -> int:
         raise UserError(f"unknown {kind} {verb!r}.{closest(verb, VERBS)} `vision-attn --help` lists the verbs.")
     from vision_attn.cli.quiet import quiet
 
+    _share_cores()
     with quiet(enabled=not debug):
         return int(importlib.import_module(f"vision_attn.cli.{verb}").run(argv) or 0)
+
+
+def _share_cores() -> None:
+    """On a machine that is busy with something else, let idle threads sleep soon instead of spinning.
+
+    GNU OpenMP lets a thread that waits for the others spin for some 10 ms. Where the others do not get a core, that
+    takes it from them: steps become up to ten times slower. It reads this setting when torch is loaded.
+    """
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1):
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def is_user_error(error: BaseException) -> bool:

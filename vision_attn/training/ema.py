@@ -57,6 +57,16 @@ class EMA(WeightAveraging):
         self.config = config
         self._swapped = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the average.
+
+        Raises:
+            UserError: the strategy shards the weights.
+        """
+        if "FSDP" in type(trainer.strategy).__name__:
+            raise UserError("averaging does not work with weights sharded by FSDP: set --ema.decay 0")
+        super().setup(trainer, pl_module, stage)
+
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """After optimizer steps only, from ``start_step`` on."""
         return step_idx is not None and step_idx >= self.config.start_step and step_idx % self.config.every == 0

@@ -63,7 +63,9 @@ class OptimizerConfig:
         self.betas = (float(self.betas[0]), float(self.betas[1]))
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, ndims: dict[str, int] | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of ``config`` over the parameters of ``model`` that want gradients.
 
     Every group carries ``peak_lr``, from which the schedule computes ``lr`` anew at every step. Fused kernels
@@ -72,11 +74,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Args:
         model: parameters are grouped by its names; may define ``no_weight_decay() -> set[str]``.
         config: which optimizer, and its numbers.
+        ndims: see :func:`parameter_groups`.
 
     Returns:
         An optimizer whose ``lr`` is still to be set by the schedule.
     """
-    groups = parameter_groups(model, config)
+    groups = parameter_groups(model, config, ndims)
     fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
     optimizer: torch.optim.Optimizer
     if config.name == "sgd":
@@ -93,16 +96,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return optimizer
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, ndims: dict[str, int] | None = None
+) -> list[dict[str, Any]]:
     """Parameters grouped by decay, learning-rate factor and, for Muon, algorithm.
 
     Args:
         model: see :func:`build_optimizer`.
         config: ``weight_decay``, ``lr``, ``adamw_lr``, ``lr_mult`` and ``name`` are used.
+        ndims: number of dimensions by parameter name, from before a strategy flattened and sharded them (FSDP).
 
     Returns:
-        Groups with ``params``, ``names``-free plain values only (they go into checkpoints): ``weight_decay``,
-        ``peak_lr`` and ``algorithm`` (``muon`` or ``adamw``, only when ``config.name`` is ``muon``).
+        Groups with ``params`` and plain values (they go into checkpoints): ``weight_decay``, ``peak_lr`` and
+        ``algorithm`` (``muon`` or ``adamw``, only when ``config.name`` is ``muon``).
 
     Raises:
         UserError: a pattern of ``lr_mult`` matches no parameter.
@@ -114,7 +120,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decay = parameter.ndim > 1 and name not in exempt and not name.endswith(".bias")
+        name = name.replace("_fsdp_wrapped_module.", "")
+        decay = (ndims or {}).get(name, parameter.ndim) > 1 and name not in exempt and not name.endswith(".bias")
         algorithm = "muon" if name in muon_names else "adamw"
         peak = config.adamw_lr if config.name == "muon" and algorithm == "adamw" and config.adamw_lr else config.lr
         pattern = next((p for p in config.lr_mult or {} if fnmatchcase(name, p)), None)
