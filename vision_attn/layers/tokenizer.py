@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError
+from vision_attn.layers import mlp
 from vision_attn.layers.whitening import WhiteningConv
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "none": nn.Identity}
+ACTIVATIONS: dict[str, type[nn.Module]] = {**mlp.ACTIVATIONS, "none": nn.Identity}
 POOLS = ("max", "none")
 
 
