@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from vision_attn.errors import UserError, closest
 from vision_attn.training.ema import EmaConfig
+from vision_attn.training.precision import affordable
 from vision_attn.training.tasks import Task, task_by_name
 
 TRAINER_DEFAULTS: dict[str, Any] = {
@@ -140,7 +142,15 @@ class Command(LightningCLI):
         for key in ("callbacks", "plugins"):
             given = settings.get(key) or []
             settings[key] = [*(given if isinstance(given, list) else [given]), *changes.pop(key, [])]
-        self.trainer = self.trainer_class(**{**settings, **changes})
+        settings.update(changes)
+        trainer = self.trainer_class(**settings)
+        asked = settings.get("precision")
+        precision = affordable(asked, trainer.strategy.root_device)
+        if precision != asked:
+            if getattr(self, "trainer", None) is None:
+                print(f"this processor has no bfloat16 instructions: {precision} in place of {asked}", file=sys.stderr)
+            trainer = self.trainer_class(**{**settings, "precision": precision})
+        self.trainer = trainer
         return self.trainer
 
     # -- configuration ------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.training.precision import multiplies_bfloat16
+
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients: steep at zero, oscillating near one
 
 
@@ -125,8 +127,5 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 def _fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies it, float32 elsewhere; Newton-Schulz bears the rounding."""
-    if device.type == "cuda":
-        return torch.bfloat16
-    if device.type == "cpu" and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
+    fast = device.type in ("cpu", "cuda") and multiplies_bfloat16(device)
+    return torch.bfloat16 if fast else torch.float32
