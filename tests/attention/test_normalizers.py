@@ -56,7 +56,7 @@ def one_hot(index: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def test_the_names():
-    names = "softmax sum hard straight_through sampled bernoulli linear_chain".split()
+    names = ["softmax", "sum", "hard", "straight_through", "sampled", "bernoulli", "linear_chain"]
     assert list(NORMALIZERS) == names
     assert set(names) - {"bernoulli", "linear_chain"} == SUM_TO_ONE
     assert {"softmax"} == FUSED
