@@ -32,6 +32,33 @@ def padding_mask(keep: Tensor, max_length: int | None = None) -> Tensor:
     return keep[:, None, None, :]
 
 
+def visibility_mask(segments_q: Tensor, segments_k: Tensor | None = None) -> Tensor:
+    """(B, 1, N, M) mask under which tokens see their own segment only.
+
+    So one sequence holds several images or sentences that do not see each other, or knowledge that only the token it
+    belongs to may see (UniLM: Dong et al. 2019, arXiv 1905.03197; K-BERT: Liu et al. 2020, arXiv 1909.07606).
+
+    Args:
+        segments_q: (B, N) integers, the segment of each query token.
+        segments_k: (B, M) integers, the segment of each key token; default: the queries' own.
+
+    Raises:
+        ValueError: naming the shapes or the dtype.
+    """
+    segments_k = segments_q if segments_k is None else segments_k
+    for name, value in (("segments_q", segments_q), ("segments_k", segments_k)):
+        if value.dim() != 2:
+            raise ValueError(f"{name} must be (batch, tokens), one segment per token, got {tuple(value.shape)}")
+        if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+            raise ValueError(f"{name} must be integers that name segments, got {value.dtype}; use {name}.long()")
+    if segments_q.shape[0] != segments_k.shape[0]:
+        raise ValueError(
+            "segments of queries and keys must be of one batch, "
+            f"got {tuple(segments_q.shape)} and {tuple(segments_k.shape)}"
+        )
+    return (segments_q[:, :, None] == segments_k[:, None, :])[:, None]
+
+
 def merge_masks(*masks: Tensor | None) -> Tensor | None:
     """A pair may attend where every mask given allows it; None where no mask is given."""
     merged: Tensor | None = None

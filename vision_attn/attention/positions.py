@@ -1,7 +1,8 @@
 """Positions: how tokens learn where they are.
 
-Attention does not see order: shuffle the tokens and the result is shuffled alike. A position breaks that,
-here by an addition to the tokens.
+Attention does not see order: shuffle the tokens and the result is shuffled alike. A position breaks that, by an
+addition to the tokens, before the first layer, or inside every layer: by an addition to the scores (``relative.py``)
+or by turning queries and keys (``rotary.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TOKEN_POSITIONS = ("learned", "sinusoidal", "none")
+from vision_attn.attention.layout import Layout
+from vision_attn.attention.relative import PairBias, RelativeBias, T5Bias
+from vision_attn.attention.rotary import AxialRotary, Rotary, SequenceRotary
+
+TOKEN_POSITIONS = ("learned", "sinusoidal", "sinusoidal_1d", "none")
+LAYER_POSITIONS: dict[str, type[PairBias] | type[Rotary]] = {
+    "t5": T5Bias,
+    "relative_bias": RelativeBias,
+    "rope": AxialRotary,
+    "rope_1d": SequenceRotary,
+}
+POSITIONS = (*TOKEN_POSITIONS, *LAYER_POSITIONS)
+
+
+def check_position(name: str) -> None:
+    """Refuses a name that is none of ``POSITIONS``.
+
+    Raises:
+        ValueError: listing them.
+    """
+    if name not in POSITIONS:
+        raise ValueError(f"unknown position {name!r}; there are: {', '.join(POSITIONS)}")
+
+
+def make_layer_position(
+    name: str, num_heads: int, head_dim: int, layout: Layout | None = None
+) -> PairBias | Rotary | None:
+    """A position that acts inside an attention layer.
+
+    Args:
+        name: one of ``LAYER_POSITIONS``; for a position that is added to the tokens the layer does nothing.
+        num_heads: H.
+        head_dim: d.
+        layout: how the tokens lie at the size the layer is built for; only ``relative_bias`` needs it.
+
+    Returns:
+        a bias per pair of tokens, a rotation of queries and keys, or None.
+
+    Raises:
+        ValueError: unknown name, a head width that rotary positions cannot have, or a layout that is missing.
+    """
+    check_position(name)
+    return LAYER_POSITIONS[name].build(num_heads, head_dim, layout) if name in LAYER_POSITIONS else None
 
 
 def sinusoidal_1d(length: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
@@ -45,7 +88,8 @@ def token_position(kind: str, num_prefix: int, grid: tuple[int, int], dim: int) 
     """An addition to the tokens.
 
     Args:
-        kind: ``learned``, ``sinusoidal`` or ``none``.
+        kind: ``learned``; ``sinusoidal``, by row and column; ``sinusoidal_1d``, by the place in the sequence of grid
+            tokens, row by row; ``none``, or one of ``LAYER_POSITIONS``, which add nothing to the tokens.
         num_prefix: class and register tokens before the grid; a fixed position is zero there.
         grid: (rows, columns) of patches.
         dim: width of the tokens.
@@ -54,16 +98,18 @@ def token_position(kind: str, num_prefix: int, grid: tuple[int, int], dim: int) 
         (1, num_prefix + rows · columns, dim) initial values, or None; and whether they are to be learned.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: unknown kind, or a width that a formula cannot have.
     """
-    if kind == "none":
-        return None, False
+    check_position(kind)
     if kind == "learned":
         return torch.nn.init.trunc_normal_(torch.empty(1, num_prefix + grid[0] * grid[1], dim), std=0.02), True
     if kind == "sinusoidal":
         table = sinusoidal_2d(*grid, dim)
-        return torch.cat([table.new_zeros(num_prefix, dim), table])[None], False
-    raise ValueError(f"unknown position {kind!r}; there are: {', '.join(TOKEN_POSITIONS)}")
+    elif kind == "sinusoidal_1d":
+        table = sinusoidal_1d(grid[0] * grid[1], dim)
+    else:
+        return None, False
+    return torch.cat([table.new_zeros(num_prefix, dim), table])[None], False
 
 
 def resample_grid(position: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix: int = 0) -> Tensor:

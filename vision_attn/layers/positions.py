@@ -12,7 +12,7 @@ class GridPositions(nn.Module):
 
     Attributes:
         pos_embed: (1, embedded_prefix + rows · columns, D): a parameter when learned, a buffer that no checkpoint
-            holds when a formula gives it, None without positions.
+            holds when a formula gives it, None where nothing is added to the tokens.
         grid_size: (rows, columns) that ``pos_embed`` is laid out for.
         embedded_prefix: class and register tokens that have a position.
     """
@@ -23,7 +23,7 @@ class GridPositions(nn.Module):
         """Makes ``pos_embed``.
 
         Args:
-            kind: ``learned``, ``sinusoidal`` or ``none``.
+            kind: one of ``POSITIONS``; those that act inside the attention layers add nothing here.
             embedded_prefix: prefix tokens that have a position.
             grid: (rows, columns).
             dim: D.
