@@ -5,6 +5,7 @@ A machine that slows down for a while then slows all candidates alike.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,9 @@ from torch import Tensor
 from vision_attn.attention import KERNELS, Request, attend, kernel_table
 
 LENGTHS = (16, 49, 65, 128, 197, 257, 512, 1024, 2048)
+CANDIDATES = ("explicit", "sdpa")
+"""What ``auto`` chooses from where all pairs meet. The others are slower there, or compile for each new length."""
+
 TOKENS = 4096
 """Tokens of one measured call, batch × length, unless a batch size is given."""
 
@@ -49,6 +53,16 @@ def interleaved(
             if i >= 0:
                 seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def fit_exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
+    """p of the least-squares line log value = p · log N + c; None for fewer than two lengths with a positive value."""
+    points = [(math.log(n), math.log(v)) for n, v in zip(lengths, values, strict=True) if v > 0]
+    if len({x for x, _ in points}) < 2:
+        return None
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    covariance = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    return covariance / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 def best_clock(device: str) -> Callable[[], float]:
@@ -118,7 +132,7 @@ def measure_kernels(
                     request = Request(
                         device, dtype, b, heads, heads, n, n, width, kind == "mask", kind == "bias", training
                     )
-                    able = [k for k, kernel in KERNELS.items() if kernel.why_not(request) is None]
+                    able = [k for k in CANDIDATES if KERNELS[k].why_not(request) is None]
                     times = interleaved(
                         {k: _call(request, k) for k in able},
                         rounds=rounds,

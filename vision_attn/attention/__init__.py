@@ -7,9 +7,11 @@ Outside, tensors are ``(B, N, D)``; inside they are ``(B, H, N, d)``. A ``mask``
 from __future__ import annotations
 
 from vision_attn.attention.config import AttentionConfig
-from vision_attn.attention.core import Attention, attend, attention_weights
+from vision_attn.attention.core import attend, attention_weights
 from vision_attn.attention.kernels import KERNELS, Kernel, Request, choose_kernel
+from vision_attn.attention.layout import Layout
 from vision_attn.attention.masks import causal_mask, merge_masks, padding_mask
+from vision_attn.attention.multihead import Attention
 from vision_attn.attention.normalizers import NORMALIZERS
 from vision_attn.attention.positions import resample_grid, sinusoidal_1d, sinusoidal_2d, token_position
 from vision_attn.attention.recorder import Recorder, record
@@ -22,6 +24,7 @@ __all__ = [
     "Attention",
     "AttentionConfig",
     "Kernel",
+    "Layout",
     "Recorder",
     "Request",
     "attend",

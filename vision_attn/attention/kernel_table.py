@@ -36,6 +36,9 @@ VARIABLE = "VISION_ATTN_KERNEL_TABLE"
 KINDS = ("plain", "mask", "bias")
 """Pairwise inputs: none, a mask, a bias (learned, with or without a mask)."""
 
+SHORT = 512
+"""Tokens below which a pattern is a mask on all pairs, not a gathering of some."""
+
 MOST_WEIGHTS = 2**28
 """B · H · N · M above which no kernel is taken that holds them: half a gigabyte in 16 bits, per layer in training."""
 
@@ -46,6 +49,10 @@ Ranking = tuple[tuple[float, tuple[str, ...]], ...]  # up to so large an N · M:
 
 def fastest(request: Request, able: list[str]) -> str:
     """The name, out of ``able``, of the kernel that serves the request fastest."""
+    if request.pattern:
+        skipping = for_pattern(request)
+        if skipping in able:
+            return skipping
     if _measured(request):
         kind = "bias" if request.bias else "mask" if request.mask else "plain"
         pairs = request.queries * request.keys
@@ -70,6 +77,18 @@ def _measured(request: Request) -> bool:
 
 def _is_large(request: Request) -> bool:
     return request.batch * request.heads * request.queries * request.keys > MOST_WEIGHTS
+
+
+def for_pattern(request: Request) -> str:
+    """The kernel that skips the pairs a pattern leaves out, or one that masks them where there are few tokens.
+
+    Gathering has a price of its own: below ``SHORT`` tokens all pairs and a mask are faster.
+    """
+    if request.pattern == "performer":
+        return "favor"
+    if request.queries < SHORT:
+        return ""
+    return "gathered" if request.device == "cpu" else "flex"
 
 
 def default(request: Request) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.kernels import Operands, weights_of
+from vision_attn.attention.masks import merge_masks, open_rows
 
 
 def _rows(pair: Tensor | None, heads: Tensor | None, queries: Tensor | None) -> Tensor | None:
@@ -27,6 +28,32 @@ def _rows(pair: Tensor | None, heads: Tensor | None, queries: Tensor | None) -> 
     if queries is not None and pair.shape[2] > 1:
         pair = pair[:, :, queries]
     return pair.detach()
+
+
+def _rows_of(o: Operands, heads: Tensor | None, queries: Tensor | None) -> Operands:
+    """What the chosen heads and rows need, with pattern and position written out for these rows alone."""
+    # Linformer's and Performer's maps are implied ones, over the keys as they were before
+    q, k = o.q.detach(), (o.k if o.whole_k is None else o.whole_k).detach()
+    n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    bias, mask, some = (_rows(pair, heads, queries) for pair in (o.bias, o.mask, o.some))
+    if o.pattern is not None or o.position is not None:
+        i = (torch.arange(n, device=q.device) if queries is None else queries)[:, None]
+        j = torch.arange(m, device=q.device)[None]
+        if o.position is not None:
+            place = o.position.at(i, j, n, m, o.layout).detach()[None]
+            place = place if heads is None else place[:, heads]
+            bias = place if bias is None else bias + place
+        if o.pattern is not None:
+            mask = merge_masks(mask, o.pattern.allowed(i, j, n, o.layout)[None, None])
+    if mask is not None:
+        mask, some = open_rows(mask)
+    if heads is not None:
+        q, k = q[:, heads], k[:, heads // group]
+    if queries is not None:
+        q = q[:, :, queries]
+    return dataclasses.replace(
+        o, q=q, k=k, v=k, bias=bias, mask=mask, some=some, pattern=None, position=None, whole_k=None
+    )
 
 
 @dataclasses.dataclass
@@ -43,7 +70,7 @@ class Recorder:
     heads: Sequence[int] | None = None
     queries: Sequence[int] | None = None
     calls: dict[str, Operands] = dataclasses.field(default_factory=dict)
-    some: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    picked: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
         """Whether the layer of that name is asked for."""
@@ -51,25 +78,24 @@ class Recorder:
             return self.layers == "all" or fnmatchcase(name, self.layers)
         return name in self.layers
 
-    def keep(self, name: str, o: Operands, some: Tensor | None) -> None:
+    def keep(self, name: str, o: Operands) -> None:
         """Called by the layer during its forward pass."""
-        device = o.q.device
-        heads = None if self.heads is None else torch.as_tensor(list(self.heads), device=device)
-        queries = None if self.queries is None else torch.as_tensor(list(self.queries), device=device)
-        q, k = o.q.detach(), o.k.detach()
-        if heads is not None:
-            self._check(name, "head", self.heads, q.shape[1])
-            group = q.shape[1] // k.shape[1]
-            q, k = q[:, heads], k[:, heads // group]
-        if queries is not None:
-            self._check(name, "query", self.queries, q.shape[2])
-            q = q[:, :, queries]
-        bias, mask = _rows(o.bias, heads, queries), _rows(o.mask, heads, queries)
-        self.calls[name] = dataclasses.replace(o, q=q, k=k, v=q, bias=bias, mask=mask)
-        self.some.pop(name, None)
-        kept = _rows(some, heads, queries)
-        if kept is not None:
-            self.some[name] = kept
+        device, n = o.q.device, o.q.shape[2]
+        self._check(name, "head", self.heads, o.q.shape[1])
+        self._check(name, "query", self.queries, n)
+        heads = None if self.heads is None else torch.as_tensor(list(self.heads), device=device) % o.q.shape[1]
+        queries = None if self.queries is None else torch.as_tensor(list(self.queries), device=device) % n
+        # What has parameters per head, and the implied maps, are computed for all heads and picked from afterwards.
+        together = o.scale is None or o.low_rank is not None or isinstance(o.normalizer, nn.Module)
+        self.picked.pop(name, None)
+        if together and heads is not None:
+            self.picked[name], heads = heads, None
+        with torch.no_grad():
+            self.calls[name] = _rows_of(o, heads, queries)
+
+    def implied(self, name: str) -> bool:
+        """Whether a layer never had weights over its keys, so that its map is one that its result implies."""
+        return self.calls[name].low_rank is not None
 
     @staticmethod
     def _check(layer: str, what: str, asked: Sequence[int] | None, size: int) -> None:
@@ -81,10 +107,15 @@ class Recorder:
     def weights(self, name: str) -> Tensor:
         """(B, H, N, M) weights of one layer in float32; rows sum to 1, or to 0 where nothing may be attended."""
         o = self.calls[name]
-        bias = None if o.bias is None else o.bias.float()
+        q, k = o.q.float(), o.k.float()
         with torch.autocast(o.q.device.type, enabled=False):
-            weights = weights_of(dataclasses.replace(o, q=o.q.float(), k=o.k.float(), bias=bias))
-        return weights * self.some[name] if name in self.some else weights
+            if o.low_rank is not None:
+                weights = o.low_rank.implied_weights(q, k, o.scale, o.key_mask, o.layout)
+            else:
+                bias = None if o.bias is None else o.bias.float()
+                weights = weights_of(dataclasses.replace(o, q=q, k=k, bias=bias))
+            weights = o.finish(weights)
+        return weights[:, self.picked[name]] if name in self.picked else weights
 
     def maps(self) -> dict[str, Tensor]:
         """Layer name -> weights, for every layer that ran."""
@@ -113,7 +144,7 @@ def record(
     Raises:
         ValueError: no attention layer goes by the names asked for.
     """
-    from vision_attn.attention.core import Attention
+    from vision_attn.attention.multihead import Attention
 
     recorder = Recorder(layers, heads, queries)
     every = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}

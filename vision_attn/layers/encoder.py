@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import Attention
+from vision_attn.attention import Attention, Layout
 from vision_attn.layers.mlp import Mlp
 
 
@@ -92,6 +92,7 @@ class EncoderLayer(nn.Module):
         pos: Tensor | None = None,
         bias: Tensor | None = None,
         mask: Tensor | None = None,
+        layout: Layout | None = None,
         first: int | None = None,
     ) -> Tensor:
         """(B, N, D) → (B, N, D), or (B, first, D).
@@ -100,22 +101,30 @@ class EncoderLayer(nn.Module):
             x: tokens.
             pos: (B or 1, N, D), added to queries and keys.
             bias, mask: as for ``Attention``, with as many rows as tokens are computed.
+            layout: how the tokens lie, for patterns and positions inside the attention.
             first: compute only so many tokens at the beginning. All are attended to; that spares a last layer the
-                work on tokens that nobody reads.
+                work on tokens that nobody reads. Attention that is ``whole`` computes them all the same.
         """
         rest = x if first is None else x[:, :first]
-        x = rest + self.drop_path(self.ls1(self._attend(x, pos, bias, mask, first)))
+        x = rest + self.drop_path(self.ls1(self._attend(x, pos, bias, mask, layout, first)))
         if self.pre_norm:
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
         x = self.norm1(x)
         return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
 
     def _attend(
-        self, x: Tensor, pos: Tensor | None, bias: Tensor | None, mask: Tensor | None, first: int | None
+        self,
+        x: Tensor,
+        pos: Tensor | None,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        layout: Layout | None,
+        first: int | None,
     ) -> Tensor:
         # Apart from ``forward``, so that the normalized tokens are freed before the MLP takes memory.
         tokens = self.norm1(x) if self.pre_norm else x
-        if first is None:
-            return self.attn(tokens, query_pos=pos, key_pos=pos, bias=bias, mask=mask)
+        if first is None or self.attn.whole:
+            out = self.attn(tokens, query_pos=pos, key_pos=pos, bias=bias, mask=mask, layout=layout)
+            return out if first is None else out[:, :first]
         query_pos = None if pos is None else pos[:, :first]
         return self.attn(tokens[:, :first], tokens, query_pos=query_pos, key_pos=pos, bias=bias, mask=mask)

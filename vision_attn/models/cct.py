@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig
+from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError, closest
 from vision_attn.layers.embed import pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
@@ -77,7 +77,7 @@ class CompactTransformer(GridPositions):
         self.patch_embed = _tokenizer(in_chans, embed_dim, tokenizer or {})
         self.num_prefix_tokens = int(global_pool == "token")
         grid = self.patch_embed.grid(self.img_size)
-        self.init_positions(config.position or "learned", self.num_prefix_tokens, grid, embed_dim)
+        self.init_positions(config.for_tokens("learned"), self.num_prefix_tokens, grid, embed_dim)
         if isinstance(self.pos_embed, nn.Parameter):
             nn.init.trunc_normal_(self.pos_embed, std=0.2)  # as the authors do
         self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 0.02) if global_pool == "token" else None
@@ -91,7 +91,7 @@ class CompactTransformer(GridPositions):
                 drop_path=rate,
                 dropout=proj_drop,
                 norm_eps=1e-5,
-                attention={"qkv_bias": qkv_bias, **config.for_layer()},
+                attention={"qkv_bias": qkv_bias, "layout": Layout(self.num_prefix_tokens, grid), **config.for_layer()},
             )
             for rate in drop_path_rates(drop_path, depth)
         )
@@ -123,9 +123,10 @@ class CompactTransformer(GridPositions):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → (B, prefix + N, D) after the last layer."""
+        layout = Layout(self.num_prefix_tokens, self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, layout=layout)
         return self.norm(x)
 
     def forward_head(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig
+from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import PatchEmbed, pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
@@ -78,11 +78,11 @@ class VisionTransformer(GridPositions):
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         grid = self.patch_embed.grid(self.img_size)
         self.init_positions(
-            config.position or "learned", 0 if no_embed_class else self.num_prefix_tokens, grid, embed_dim
+            config.for_tokens("learned"), 0 if no_embed_class else self.num_prefix_tokens, grid, embed_dim
         )
         self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 1e-6) if class_token else None
         self.reg_token = nn.Parameter(torch.randn(1, reg_tokens, embed_dim) * 1e-6) if reg_tokens else None
-        layer = {"qkv_bias": qkv_bias, **config.for_layer()}
+        layer = {"qkv_bias": qkv_bias, "layout": self.layout(grid), **config.for_layer()}
         self.blocks = nn.ModuleList(
             EncoderLayer(
                 embed_dim,
@@ -102,6 +102,10 @@ class VisionTransformer(GridPositions):
         self.head = nn.Linear(embed_dim, num_classes)
         init_weights(self)
 
+    def layout(self, grid: tuple[int, int]) -> Layout:
+        """How the tokens of such a grid of patches lie."""
+        return Layout(self.num_prefix_tokens, grid)
+
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay must leave alone."""
         return {"pos_embed", "cls_token", "reg_token"}
@@ -119,9 +123,10 @@ class VisionTransformer(GridPositions):
 
     def forward_features(self, x: Tensor, *, first: int | None = None) -> Tensor:
         """(B, C, H, W) → (B, prefix + patches, D) after the last layer, or only the ``first`` tokens of it."""
+        layout = self.layout(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         x = self.embed(x)
         for i, block in enumerate(self.blocks, start=1):
-            x = block(x, first=first if i == len(self.blocks) else None)
+            x = block(x, layout=layout, first=first if i == len(self.blocks) else None)
         return self.norm(x if first is None else x[:, :first])
 
     def forward_head(self, x: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""What goes with what, asked of the code itself: a small layer is built and run with every pair of mechanisms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vision_attn.attention.kernels import KERNELS
+from vision_attn.attention.layout import Layout
+from vision_attn.attention.masks import causal_mask
+from vision_attn.attention.multihead import Attention
+from vision_attn.attention.normalizers import NORMALIZERS
+from vision_attn.attention.patterns import PATTERNS
+from vision_attn.attention.positions import LAYER_POSITIONS
+from vision_attn.attention.scores import SCORES
+
+GRID = (3, 5)
+LOW_RANK = ("linformer", "performer")
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "window": {"window": 2},
+    "window_2d": {"window": 1},
+    "strided": {"stride": 3},
+    "longformer": {"window": 2, "num_global": 1},
+    "bigbird": {"block_size": 2, "num_random": 1, "num_global": 1},
+    "linformer": {"rank": 4},
+    "performer": {"features": 8},
+}
+"""Parameters of a pattern that fit a short sequence."""
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """Every word of every mechanism."""
+    return {
+        "score": tuple(SCORES),
+        "normalizer": tuple(NORMALIZERS),
+        "pattern": ("full", *(name for name in PATTERNS if name != "full"), *LOW_RANK),
+        "position": ("none", *LAYER_POSITIONS),
+        "kernel": tuple(KERNELS),
+    }
+
+
+def objection(*, mask: str | None = None, cross: bool = False, train: bool = False, **chosen: Any) -> str | None:
+    """Why a layer with these mechanisms cannot be built or run; None when it can.
+
+    Args:
+        mask: ``causal`` or ``padding``, in addition.
+        cross: attend to another sequence of another length.
+        train: run a backward pass too.
+        **chosen: ``score``, ``normalizer``, ``pattern``, ``position``, ``kernel``.
+    """
+    layout = Layout(1, GRID)
+    n = layout.length or 0
+    options = EXAMPLES.get(chosen.get("pattern", ""), {})
+    context = torch.randn(2, n - 4, 16) if cross else None
+    try:
+        layer = Attention(16, 2, layout=layout, **chosen, **options)
+        x = torch.randn(2, n, 16, requires_grad=train)
+        masks = {"causal": causal_mask(n), "padding": torch.arange(n).lt(n - 3).view(1, 1, 1, n)}
+        if chosen.get("normalizer") == "sum":  # it takes no negative score, which is a matter of values
+            layer.score.forward = lambda q, k: torch.ones(q.shape[0], q.shape[1], q.shape[2], k.shape[2])  # type: ignore[method-assign]
+            layer.score.as_dot = lambda q, k: None  # type: ignore[method-assign]
+        with torch.set_grad_enabled(train):
+            out = layer(x, context, mask=masks.get(mask or ""), layout=layout)
+            if train:
+                out.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def pairs(rows: str, columns: str) -> Iterator[tuple[str, str, str | None]]:
+    """(row, column, objection) for every pair of words of two mechanisms, in evaluation."""
+    words = choices()
+    for row in words[rows]:
+        for column in words[columns]:
+            yield row, column, objection(**{rows: row, columns: column})

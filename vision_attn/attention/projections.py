@@ -1,0 +1,42 @@
+"""Projections of queries, keys and values beyond one linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class TwoStep(nn.Module):
+    """A second projection per head after the first: q^{i,h} = W^{q,h} q^i, with q^i = W^q x^i, for keys and values alike.
+
+    Two linear maps are one: the layer computes the same functions as a plain one (``merged`` gives its matrix), but
+    learns them in other coordinates. Each head reads all of q^i, as in the lecture form of multi-head attention.
+
+    Args:
+        num_heads: H.
+        num_kv_heads: G.
+        head_dim: d.
+        tie_kv: the values are the keys.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, tie_kv: bool = False) -> None:
+        super().__init__()
+        q, kv = num_heads * head_dim, num_kv_heads * head_dim
+        self.q, self.k = nn.Linear(q, q, bias=False), nn.Linear(kv, kv, bias=False)
+        self.v = None if tie_kv else nn.Linear(kv, kv, bias=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, N, d), (B, G, M, d), (B, G, M, d) → the same shapes."""
+        tied = v is k
+        k = _step(self.k, k)
+        return _step(self.q, q), k, k if tied else _step(self.k if self.v is None else self.v, v)
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The one matrix (q + k + v widths, D) that equals a first projection ``weight`` of that shape and this one."""
+        steps = [self.q.weight, self.k.weight, *([] if self.v is None else [self.v.weight])]
+        return torch.block_diag(*steps) @ weight
+
+
+def _step(layer: nn.Linear, x: Tensor) -> Tensor:
+    b, h, n, d = x.shape
+    return layer(x.transpose(1, 2).reshape(b, n, h * d)).view(b, n, h, d).transpose(1, 2)
