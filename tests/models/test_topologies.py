@@ -62,6 +62,16 @@ def test_causal_hides_the_future(pattern, global_pool):
     torch.testing.assert_close(model(x), model.head(expected))
 
 
+@pytest.mark.parametrize("attention", [{"pattern": "linformer", "rank": 4}, {"pattern": "performer", "features": 16}])
+def test_encoder_of_low_rank_has_positions_of_tokens(attention):
+    """Linformer and Performer form no pairs that could have a relative position."""
+    model = build("t5_tiny_patch4_32", attention=attention)
+    assert model.pos_embed.shape == (1, N, 24)
+    assert model(images()).isfinite().all()
+    with pytest.raises(ValueError, match="never forms a pair"):
+        build("t5_tiny_patch4_32", attention={**attention, "position": "t5"})
+
+
 def test_causal_sees_all_of_the_past_and_a_window_part_of_it():
     torch.testing.assert_close(reach(build("gpt_tiny_patch4_32"), 8), torch.arange(N) <= 8)
     windowed = build("gpt_tiny_patch4_32", depth=1, attention={"pattern": "window", "window": 3})

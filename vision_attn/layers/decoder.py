@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Attention, Layout, causal_mask, merge_masks
+from vision_attn.attention.compatibility import LOW_RANK
 from vision_attn.layers.encoder import DropPath, LayerScale, drop_path_rates
 from vision_attn.layers.mlp import Mlp
 
@@ -31,7 +32,7 @@ def causal_choice(attention: Mapping[str, Any] | None) -> tuple[dict[str, Any], 
     pattern = words.get("pattern")
     if pattern in (None, "full", "causal"):
         return {**words, "pattern": "causal"}, False
-    if pattern in ("linformer", "performer"):
+    if pattern in LOW_RANK:
         raise ValueError(
             f"pattern={pattern!r} mixes all keys before any query meets them, so it cannot be causal; "
             "choose pattern='causal', or 'window', which is causal here"

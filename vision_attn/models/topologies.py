@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import AttentionConfig, Layout, causal_mask
+from vision_attn.attention.compatibility import LOW_RANK
 from vision_attn.attention.config import PATTERN_OPTIONS
 from vision_attn.errors import UserError
 from vision_attn.layers.decoder import Decoder, causal_choice
@@ -113,7 +114,7 @@ class EncoderDecoder(VisionTransformer):
     The topology of T5 (Raffel et al. 2020, arXiv 1910.10683): an encoder in which all patches see each other, and a
     causal decoder that attends to what it has produced and to all that was encoded. In the place of words the decoder
     begins with learned queries; the mean of what they become is classified. By default positions are T5's relative
-    ones, in encoder and decoder but not between them.
+    ones, in encoder and decoder but not between them; where a pattern has no pairs, they are added to the patches.
 
     Args:
         img_size: pixels the positions are laid out for; other sizes are taken at any time.
@@ -156,7 +157,9 @@ class EncoderDecoder(VisionTransformer):
         if num_queries < 1:
             raise UserError(f"num_queries={num_queries}: the decoder needs at least one")
         config = AttentionConfig.of(attention)
-        config = dataclasses.replace(config, position=config.position or "t5")
+        # without pairs of queries and keys there is nothing to add a relative position to
+        default = "learned" if config.pattern in LOW_RANK else "t5"
+        config = dataclasses.replace(config, position=config.position or default)
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
