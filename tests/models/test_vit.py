@@ -199,7 +199,7 @@ def test_drop_path_grows_with_depth_and_sleeps_in_evaluation():
     [
         ({"img_size": 30, "patch_size": 7}, "does not divide the image size 30×30; patch sizes that do: 2, 3, 5"),
         ({"class_token": False}, "needs class_token=True"),
-        ({"global_pool": "max"}, "choose 'token' or 'avg'"),
+        ({"global_pool": "max"}, "choose token, avg, attention, hierarchical"),
         ({"patch_sise": 8}, "Did you mean patch_size"),
         ({"attention": {"scor": "dot"}}, "Did you mean score"),
         ({"attention": {"score": "angle"}}, "unknown score 'angle'"),
@@ -210,3 +210,22 @@ def test_drop_path_grows_with_depth_and_sleeps_in_evaluation():
 def test_wrong_arguments_say_what_to_do(options, message):
     with pytest.raises(ValueError, match=message):
         va.create_model("vit_tiny_patch16_224", **options)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "cct_2_3x2_32"])
+@pytest.mark.parametrize("pool", ["attention", "hierarchical"])
+def test_pools_by_attention_at_any_size(name, pool):
+    torch.manual_seed(0)
+    size = {"patch_size": 4, "depth": 1} if name.startswith("vit") else {}
+    model = va.create_model(name, num_classes=7, img_size=32, global_pool=pool, pool_region=3, **size).eval()
+    for side in (32, 44):
+        image = torch.randn(2, 3, side, side, requires_grad=True)
+        logits = model(image)
+        assert logits.shape == (2, 7)
+        (gradient,) = torch.autograd.grad(logits.square().sum(), image)
+        assert (gradient.abs().amax((0, 1)) > 0).all()  # the whole image is pooled, ragged regions too
+
+
+def test_unknown_pool_is_refused_by_name():
+    with pytest.raises(ValueError, match="global_pool='mean': choose token, avg, attention, hierarchical"):
+        va.create_model("vit_tiny_patch16_224", global_pool="mean")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vision_attn.attention.config import LOW_RANK
 from vision_attn.attention.kernels import KERNELS
 from vision_attn.attention.layout import Layout
 from vision_attn.attention.masks import causal_mask
@@ -17,7 +18,6 @@ from vision_attn.attention.positions import LAYER_POSITIONS
 from vision_attn.attention.scores import SCORES
 
 GRID = (3, 5)
-LOW_RANK = ("linformer", "performer")
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "window": {"window": 2},

@@ -9,6 +9,9 @@ from typing import Any
 
 from vision_attn.attention.positions import LAYER_POSITIONS, TOKEN_POSITIONS
 
+LOW_RANK = ("linformer", "performer")
+"""Words for ``pattern`` that stand for an approximation of all pairs rather than a choice of pairs."""
+
 SCORE_OPTIONS = ("temperature", "max_keys", "hidden")
 PATTERN_OPTIONS = (
     "window",

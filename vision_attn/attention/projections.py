@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class TwoStep(nn.Module):
-    """A second projection per head after the first: q^{i,h} = W^{q,h} q^i, with q^i = W^q x^i, for keys and values alike.
+    """A second projection per head after the first: q^{i,h} = W^{q,h} q^i, where q^i = W^q x^i; for k and v alike.
 
     Two linear maps are one: the layer computes the same functions as a plain one (``merged`` gives its matrix), but
     learns them in other coordinates. Each head reads all of q^i, as in the lecture form of multi-head attention.

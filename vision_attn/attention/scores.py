@@ -174,6 +174,9 @@ def make_score(
     return score
 
 
+_plain: dict[str, Score] = {}  # scores without parameters by name: making a module at every call costs more than it
+
+
 def resolve_score(score: str | Score) -> Score:
     """A score by name, for a single call; or the module itself.
 
@@ -182,13 +185,15 @@ def resolve_score(score: str | Score) -> Score:
     """
     if isinstance(score, Score):
         return score
+    if score in _plain:
+        return _plain[score]
     cls = _find(score)
     if cls.has_parameters:
         raise ValueError(
             f"score {score!r} has parameters, and a function call has no place to keep them: make it once with "
             f"make_score({score!r}, num_heads, q_dim, k_dim) and pass the module as score="
         )
-    return cls()
+    return _plain.setdefault(score, cls())
 
 
 def dot_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:

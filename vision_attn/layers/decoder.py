@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Attention, Layout, causal_mask, merge_masks
-from vision_attn.attention.compatibility import LOW_RANK
+from vision_attn.attention.config import LOW_RANK
 from vision_attn.layers.encoder import DropPath, LayerScale, drop_path_rates
 from vision_attn.layers.mlp import Mlp
 

@@ -193,3 +193,10 @@ def _on_grid(x: Tensor, grid: tuple[int, int] | Layout) -> tuple[Tensor, tuple[i
         raise ValueError("hierarchical pooling needs tokens that lie on a grid; give its (rows, columns)")
     layout.check(x.shape[1])
     return x[:, layout.prefix :], layout.grid
+
+
+def make_pool(name: str, dim: int, region: int = 4) -> nn.Module | None:
+    """The pooling layer of a classifier: ``seq``, ``attention`` or ``hierarchical``; None for names that need none."""
+    if name == "hierarchical":
+        return HierarchicalPool(dim, region)
+    return {"seq": SequencePool, "attention": AttentionPool}[name](dim) if name in ("seq", "attention") else None

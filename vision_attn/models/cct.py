@@ -16,12 +16,12 @@ from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError, closest
 from vision_attn.layers.embed import pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
-from vision_attn.layers.pooling import SequencePool
+from vision_attn.layers.pooling import make_pool
 from vision_attn.layers.positions import GridPositions
 from vision_attn.layers.tokenizer import ConvTokenizer
 from vision_attn.models.registry import model_arguments, register_model
 
-POOLS = ("seq", "avg", "token")
+POOLS = ("seq", "avg", "token", "attention", "hierarchical")
 
 
 class CompactTransformer(GridPositions):
@@ -37,7 +37,9 @@ class CompactTransformer(GridPositions):
         embed_dim, depth, num_heads, mlp_ratio: width D, layers, heads, hidden width of the MLP over D.
         tokenizer: arguments of ``ConvTokenizer``: ``n_layers``, ``channels``, ``kernel_size``, ``stride``, ``pool``,
             ``norm``, ``act`` …; what is not given stays as the named model has it.
-        global_pool: ``seq`` (sequence pooling), ``avg`` (mean of the tokens) or ``token`` (class token).
+        global_pool: ``seq`` (sequence pooling), ``avg`` (mean of the tokens), ``token`` (class token), ``attention`` (a
+            weighted mean with a hidden layer) or ``hierarchical`` (tokens → regions → image, by attention).
+        pool_region: tokens on a side of a region, for ``hierarchical``.
         init_values: initial layer scale, None for none.
         qkv_bias: whether queries, keys and values have biases.
         drop_rate: dropout of the tokens, after positions are added.
@@ -61,6 +63,7 @@ class CompactTransformer(GridPositions):
         mlp_ratio: float = 2.0,
         tokenizer: Mapping[str, Any] | None = None,
         global_pool: str = "seq",
+        pool_region: int = 4,
         init_values: float | None = None,
         qkv_bias: bool = False,
         drop_rate: float = 0.0,
@@ -96,7 +99,7 @@ class CompactTransformer(GridPositions):
             for rate in drop_path_rates(drop_path, depth)
         )
         self.norm = nn.LayerNorm(embed_dim)
-        self.pool = SequencePool(embed_dim) if global_pool == "seq" else None
+        self.pool = make_pool(global_pool, embed_dim, pool_region)
         self.head = nn.Linear(embed_dim, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -129,14 +132,17 @@ class CompactTransformer(GridPositions):
             x = block(x, layout=layout)
         return self.norm(x)
 
-    def forward_head(self, x: Tensor) -> Tensor:
-        """(B, prefix + N, D) → (B, num_classes)."""
+    def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """(B, prefix + N, D) of a grid of tokens, by default the model's own → (B, num_classes)."""
+        if self.global_pool == "hierarchical":
+            return self.head(self.pool(x, grid or self.grid_size))
         if self.pool is not None:
             return self.head(self.pool(x))
         return self.head(x[:, 0] if self.global_pool == "token" else x.mean(dim=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
+        grid = self.patch_embed.grid((x.shape[-2], x.shape[-1]))
+        return self.forward_head(self.forward_features(x), grid)
 
 
 def _tokenizer(in_chans: int, embed_dim: int, arguments: Mapping[str, Any]) -> ConvTokenizer:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import AttentionConfig, Layout, causal_mask
-from vision_attn.attention.compatibility import LOW_RANK
-from vision_attn.attention.config import PATTERN_OPTIONS
+from vision_attn.attention.config import LOW_RANK, PATTERN_OPTIONS
 from vision_attn.errors import UserError
 from vision_attn.layers.decoder import Decoder, causal_choice
 from vision_attn.models.registry import register_model
@@ -99,7 +98,7 @@ class CausalTransformer(VisionTransformer):
             x = block(x, mask=mask, layout=layout)
         return self.norm(x if first is None else x[:, :first])
 
-    def forward_head(self, x: Tensor) -> Tensor:
+    def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """(B, N, D) → (B, num_classes)."""
         return self.head(self.head_drop(x[:, -1] if self.global_pool == "last" else x.mean(dim=1)))
 
@@ -207,7 +206,7 @@ class EncoderDecoder(VisionTransformer):
         queries = self.queries.to(encoded.dtype).repeat(len(x), 1, 1)
         return self.forward_head(self.decoder(queries, encoded))  # the mean of the queries
 
-    def forward_head(self, x: Tensor) -> Tensor:
+    def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """(B, num_queries, D) → (B, num_classes)."""
         return self.head(self.head_drop(x.mean(dim=1)))
 

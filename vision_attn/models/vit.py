@@ -13,8 +13,11 @@ from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import PatchEmbed, pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
+from vision_attn.layers.pooling import make_pool
 from vision_attn.layers.positions import GridPositions
 from vision_attn.models.registry import register_model
+
+POOLS = ("token", "avg", "attention", "hierarchical")
 
 
 class VisionTransformer(GridPositions):
@@ -29,8 +32,10 @@ class VisionTransformer(GridPositions):
         class_token: whether a learned token collects the image.
         reg_tokens: registers, learned tokens that only take part (Darcet et al. 2023, arXiv 2309.16588).
         no_embed_class: positions for patches only, none for class and register tokens.
-        global_pool: ``token`` (class token) or ``avg`` (mean of the patch tokens).
-        fc_norm: normalize after pooling instead of before; default: for ``avg``.
+        global_pool: ``token`` (class token), ``avg`` (mean of the patches), ``attention`` (a learned weighted mean)
+            or ``hierarchical`` (patches → regions → image, by attention).
+        pool_region: patches on a side of a region, for ``hierarchical``.
+        fc_norm: normalize after pooling instead of before; default: for all but ``token``.
         init_values: initial layer scale, None for none.
         qkv_bias: whether queries, keys and values have biases.
         drop_rate: dropout of the pooled features.
@@ -57,6 +62,7 @@ class VisionTransformer(GridPositions):
         reg_tokens: int = 0,
         no_embed_class: bool = False,
         global_pool: str = "token",
+        pool_region: int = 4,
         fc_norm: bool | None = None,
         init_values: float | None = None,
         qkv_bias: bool = True,
@@ -66,8 +72,8 @@ class VisionTransformer(GridPositions):
         attention: Mapping[str, Any] | AttentionConfig | None = None,
     ) -> None:
         super().__init__()
-        if global_pool not in ("token", "avg"):
-            raise UserError(f"global_pool={global_pool!r}: choose 'token' or 'avg'")
+        if global_pool not in POOLS:
+            raise UserError(f"global_pool={global_pool!r}: choose {', '.join(POOLS)}.")
         if global_pool == "token" and not class_token:
             raise UserError("global_pool='token' needs class_token=True; or choose global_pool='avg'")
         config = AttentionConfig.of(attention)
@@ -95,7 +101,8 @@ class VisionTransformer(GridPositions):
             )
             for rate in drop_path_rates(drop_path, depth)
         )
-        after_pool = global_pool == "avg" if fc_norm is None else fc_norm
+        self.pool = make_pool(global_pool, embed_dim, pool_region)
+        after_pool = global_pool != "token" if fc_norm is None else fc_norm
         self.norm = nn.Identity() if after_pool else nn.LayerNorm(embed_dim, eps=1e-6)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if after_pool else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
@@ -129,9 +136,17 @@ class VisionTransformer(GridPositions):
             x = block(x, layout=layout, first=first if i == len(self.blocks) else None)
         return self.norm(x if first is None else x[:, :first])
 
-    def forward_head(self, x: Tensor) -> Tensor:
-        """(B, prefix + patches, D) → (B, num_classes)."""
-        x = x[:, 0] if self.global_pool == "token" else x[:, self.num_prefix_tokens :].mean(dim=1)
+    def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
+        """(B, prefix + patches, D) of a grid of patches, by default the model's own → (B, num_classes)."""
+        patches = x[:, self.num_prefix_tokens :]
+        if self.global_pool == "token":
+            x = x[:, 0]
+        elif self.global_pool == "avg":
+            x = patches.mean(dim=1)
+        elif self.global_pool == "hierarchical":
+            x = self.pool(patches, grid or self.grid_size)
+        else:
+            x = self.pool(patches)
         return self.head(self.head_drop(self.fc_norm(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +156,9 @@ class VisionTransformer(GridPositions):
         layers. It computes all of them while attention is recorded, or where ``all_tokens`` is set.
         """
         watched = self.all_tokens or any(block.attn.recorder is not None for block in self.blocks)  # type: ignore[union-attr]
-        return self.forward_head(self.forward_features(x, first=None if watched or self.global_pool == "avg" else 1))
+        first = None if watched or self.global_pool != "token" else 1
+        grid = self.patch_embed.grid((x.shape[-2], x.shape[-1]))
+        return self.forward_head(self.forward_features(x, first=first), grid)
 
 
 def init_weights(model: nn.Module) -> None:
