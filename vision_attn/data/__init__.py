@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vision_attn.data import canvas as canvas
 from vision_attn.data import cifar as cifar
 from vision_attn.data import image_folder as image_folder
 from vision_attn.data.augment import Augmenter

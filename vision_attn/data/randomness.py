@@ -54,6 +54,9 @@ class Stream(IntEnum):
     RESIZED_ASPECT = 41
     RESIZED_Y = 42
     RESIZED_X = 43
+    SEQUENCE = 50  # which image stands at a place of a sequence
+    SEQUENCE_LENGTH = 51
+    CANVAS = 60  # to 64: places, and what lies there
     RANDAUGMENT = 100  # op k uses RANDAUGMENT + 2k (which one) and RANDAUGMENT + 2k + 1 (its sign)
     PARTNER = 1000  # the partner of a mix is augmented with every stream moved up by this much
 

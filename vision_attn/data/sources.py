@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -145,6 +145,11 @@ class Digits(Source):
         self.size = options.img_size or (8, 8)
 
     def load(self, split: Split) -> MemorySet | None:
+        data = self.scans(split)
+        return None if data is None else replace(data, images=resize(data.images, self.options.img_size))
+
+    def scans(self, split: Split) -> MemorySet | None:
+        """One split in the scans' own size."""
         from sklearn.datasets import load_digits  # a second to import, so not before it is needed
 
         scans = load_digits()
@@ -158,4 +163,4 @@ class Digits(Source):
         rows = {"train": rest[kept], "val": rest[val], "test": test}[split]
         if len(rows) == 0:
             return None
-        return MemorySet(resize(images[rows], self.options.img_size), labels[rows], ids[rows])
+        return MemorySet(images[rows], labels[rows], ids[rows])
