@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The same small ViT on CIFAR-10 with every mechanism of the core, at equal steps: what each is worth and what it costs.
+"""The same small ViT on CIFAR-10 with every mechanism of the core, at equal steps: what each is worth, what it costs.
 
     VISION_ATTN_DATA=… python scripts/study_mechanisms.py                 # all of it: under an hour on two cores
     python scripts/study_mechanisms.py --only base pattern --seeds 0 1    # some families, fewer seeds
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import statistics
@@ -124,6 +125,8 @@ def train(job: tuple[str, str, str, dict[str, Any], int, int]) -> dict[str, Any]
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     module, classifier = build(data, attention, seed)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
     trainer = pl.Trainer(
@@ -180,8 +183,9 @@ def summarize(rows: list[dict[str, Any]], costs: dict[str, float]) -> list[dict[
     return table
 
 
-def write_table(table: list[dict[str, Any]], path: Path) -> None:
-    """The table as Markdown."""
+def describe(study: dict[str, Any]) -> str:
+    """The study as Markdown: what was trained, and the table."""
+    table = study["table"]
     base = next((row["ms"] for row in table if row["family"] == "base"), None)
     lines = ["| family | mechanism | validation accuracy, % | step, × base | parameters |", "|---|---|---|---|---|"]
     for row in table:
@@ -191,7 +195,13 @@ def write_table(table: list[dict[str, Any]], path: Path) -> None:
             f"| {row['family']} | {row['name']} | {100 * row['acc']:.1f}{spread} ({row['runs']}) | {cost} | "
             f"{row['params']:,} |"
         )
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    about = (
+        f"One small ViT ({study['base']['depth']} layers of width {study['base']['embed_dim']}, "
+        f"{study['base']['num_heads']} heads, patches of {study['base']['patch_size']} pixels) on {study['data']}, "
+        f"{study['steps']:,} steps of {study['batch']} images, the same for all; validation accuracy, mean ± standard "
+        "deviation (number of seeds). Cost: median time of a training step of one thread, all in turn."
+    )
+    return "\n".join([about, "", *lines]) + "\n"
 
 
 def draw(table: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -266,8 +276,9 @@ def main() -> int:
         print("error: nothing was measured yet; run it without --report", file=sys.stderr)
         return 2
     about = {"base": BASE, "batch": BATCH, "steps": options.steps, "lr": LR, "data": options.data}
-    result.write_text(json.dumps({**about, "costs": costs, "table": table}, indent=1) + "\n", encoding="utf-8")
-    write_table(table, options.output / "study.md")
+    study = {**about, "costs": costs, "table": table}
+    result.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+    (options.output / "study.md").write_text(describe(study), encoding="utf-8")
     runs = f"{min(r['runs'] for r in table)} to {max(r['runs'] for r in table)} seeds"
     draw(
         table,

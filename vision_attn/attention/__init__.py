@@ -6,20 +6,31 @@ Outside, tensors are ``(B, N, D)``; inside they are ``(B, H, N, d)``. A ``mask``
 
 from __future__ import annotations
 
+from vision_attn.attention import gathered, tiled  # noqa: F401  (importing registers the kernels)
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.attention.core import attend, attention_weights
 from vision_attn.attention.kernels import KERNELS, Kernel, Request, choose_kernel
 from vision_attn.attention.layout import Layout
-from vision_attn.attention.masks import causal_mask, merge_masks, padding_mask
+from vision_attn.attention.masks import causal_mask, merge_masks, padding_mask, visibility_mask
 from vision_attn.attention.multihead import Attention
-from vision_attn.attention.normalizers import NORMALIZERS
-from vision_attn.attention.positions import resample_grid, sinusoidal_1d, sinusoidal_2d, token_position
+from vision_attn.attention.normalizers import NORMALIZERS, collect_log_probs, make_normalizer
+from vision_attn.attention.patterns import PATTERNS, make_pattern
+from vision_attn.attention.positions import (
+    POSITIONS,
+    make_layer_position,
+    resample_grid,
+    sinusoidal_1d,
+    sinusoidal_2d,
+    token_position,
+)
 from vision_attn.attention.recorder import Recorder, record
-from vision_attn.attention.scores import SCORES
+from vision_attn.attention.scores import SCORES, make_score
 
 __all__ = [
     "KERNELS",
     "NORMALIZERS",
+    "PATTERNS",
+    "POSITIONS",
     "SCORES",
     "Attention",
     "AttentionConfig",
@@ -31,6 +42,11 @@ __all__ = [
     "attention_weights",
     "causal_mask",
     "choose_kernel",
+    "collect_log_probs",
+    "make_layer_position",
+    "make_normalizer",
+    "make_pattern",
+    "make_score",
     "merge_masks",
     "padding_mask",
     "record",
@@ -38,4 +54,5 @@ __all__ = [
     "sinusoidal_1d",
     "sinusoidal_2d",
     "token_position",
+    "visibility_mask",
 ]

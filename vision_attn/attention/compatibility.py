@@ -31,6 +31,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 """Parameters of a pattern that fit a short sequence."""
 
 
+PATTERN_OF = {"gathered": "window", "favor": "performer"}
+"""Kernels that serve patterns only, and one to try them with."""
+
+
 def choices() -> dict[str, tuple[str, ...]]:
     """Every word of every mechanism."""
     return {
@@ -71,9 +75,15 @@ def objection(*, mask: str | None = None, cross: bool = False, train: bool = Fal
     return None
 
 
+def with_pattern(chosen: dict[str, str]) -> dict[str, str]:
+    """The same mechanisms, with a pattern for a kernel that serves nothing else."""
+    kernel = chosen.get("kernel", "")
+    return chosen if "pattern" in chosen or kernel not in PATTERN_OF else {**chosen, "pattern": PATTERN_OF[kernel]}
+
+
 def pairs(rows: str, columns: str) -> Iterator[tuple[str, str, str | None]]:
     """(row, column, objection) for every pair of words of two mechanisms, in evaluation."""
     words = choices()
     for row in words[rows]:
         for column in words[columns]:
-            yield row, column, objection(**{rows: row, columns: column})
+            yield row, column, objection(**with_pattern({rows: row, columns: column}))

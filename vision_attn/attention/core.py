@@ -90,8 +90,8 @@ def refuse_pairs(o: Operands, name: str) -> None:
         raise ValueError(f"{name} approximates the softmax of a dot product and nothing else; {instead}")
     if o.bias is not None or o.position is not None:
         raise ValueError(f"{name} never forms a pair of query and key, so a bias has no place; {instead}")
-    if o.dropout:
-        raise ValueError(f"{name} has no weights over the keys that dropout could drop; set dropout=0, or {instead}")
+    if o.dropout and name == "performer":
+        raise ValueError(f"{name} has no weights that dropout could drop; set dropout=0, or {instead}")
     if o.mask is not None and (o.mask.shape[1] > 1 or o.mask.shape[2] > 1):
         raise ValueError(
             f"{name} mixes the keys before any query sees them, so a mask may hide keys from all queries "

@@ -114,6 +114,7 @@ def parameter_groups(
         UserError: a pattern of ``lr_mult`` matches no parameter.
     """
     exempt = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
+    exempt |= {name for name, _ in model.named_parameters() if name.endswith("position.table")}  # relative biases
     muon_names = set(_muon_names(model, exempt)) if config.name == "muon" else set()
     unmatched = set(config.lr_mult or {})
     groups: dict[tuple[bool, float, str], dict[str, Any]] = {}
