@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import vision_attn as va
+from vision_attn.attention.normalizers import collect_log_probs
 from vision_attn.errors import UserError
 from vision_attn.models import model_class, model_defaults, model_from_config
 from vision_attn.models.registry import description
 
-NAMES = va.list_models()
+NAMES = va.list_models(task="classification")
 CLASSES = 7
 
 
@@ -52,9 +53,11 @@ def shaken(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_gradients(name):
     model = shaken(small(name)).train()
-    logits = model(images(model, 3))
+    with collect_log_probs() as draws:
+        logits = model(images(model, 3))
     assert logits.shape == (3, CLASSES)
-    (logits * torch.randn_like(logits)).sum().backward()
+    # keys that are drawn learn from the probabilities of the draws
+    sum((drawn.sum() for drawn in draws), (logits * torch.randn_like(logits)).sum()).backward()
     for key, p in model.named_parameters():
         if p.requires_grad:
             assert p.grad is not None, key

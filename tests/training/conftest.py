@@ -64,6 +64,7 @@ class Run:
         self.module = Classifier(
             name,
             args,
+            attention=options.pop("attention", None),
             num_classes=10,
             img_size=(8, 8),
             labels=self.data.labels,

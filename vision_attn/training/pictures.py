@@ -210,6 +210,12 @@ def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu
         confusion_matrix(counts, data.labels, folder / "confusion_matrix.png", f"{name}: validation ")
         predictions(images, probabilities, truth, data.labels, folder / "predictions.png", f"{name}: validation images")
         written += ["confusion_matrix", "predictions"]
+        if hasattr(module.model, "glimpse_size"):
+            from vision_attn.training.glimpses import draw
+
+            title = f"where {name} looked: validation images"
+            draw(module, data, folder / "glimpses.png", title, images, guess, truth)
+            written.append("glimpses")
     return [folder / f"{picture}.png" for picture in written]
 
 
