@@ -11,11 +11,12 @@ ROOT = Path(vision_attn.__file__).parent
 FORBIDDEN = {"scaled_dot_product_attention", "flex_attention", "MultiheadAttention"}
 # Softmax over classes is no attention; these are the only places that may do it.
 CLASS_SOFTMAX = {"inference.py", "training/pictures.py", "training/classifier.py"}
-LAYERS = ["attention", "layers", "models", "data", "checkpoints", "explain", "training", "cli"]
+LAYERS = ["attention", "layers", "models", "certificates", "data", "checkpoints", "explain", "training", "cli"]
 MAY_IMPORT = {
     "attention": set(),
     "layers": {"attention"},
     "models": {"attention", "layers"},
+    "certificates": {"attention", "layers", "models", "training"},  # training: the contrastive loss
     "data": set(),
     "checkpoints": {"attention", "layers", "models"},
     "explain": {"attention", "layers", "models", "checkpoints"},

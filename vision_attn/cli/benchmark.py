@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.benchmark_attention import attention
 from vision_attn.errors import UserError, closest
 
 NARROWEST = 100  # columns, where the output is no terminal: nothing is cut off
@@ -77,7 +78,7 @@ def kernels(argv: list[str]) -> int:
     return 0
 
 
-BENCHMARKS: dict[str, Callable[[list[str]], int]] = {"kernels": kernels}
+BENCHMARKS: dict[str, Callable[[list[str]], int]] = {"kernels": kernels, "attention": attention}
 
 
 def _in_use(device: str) -> dict[str, Any]:

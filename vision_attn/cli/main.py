@@ -20,6 +20,7 @@ VERBS = {
     "test": "accuracy of a checkpoint on the test split",
     "predict": "classes and probabilities for images",
     "models": "list the models with their parameters and multiply-accumulates",
+    "check": "prove the attention mechanisms by their numeric identities",
     "benchmark": "measure attention kernels and models on this machine",
 }
 
