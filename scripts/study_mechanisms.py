@@ -24,8 +24,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-BASE = {"name": "vit_tiny_patch16_224", "embed_dim": 64, "depth": 4, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
-BATCH, STEPS, LR = 128, 300, 0.01
+BASE = {"name": "vit_tiny_patch16_224", "embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+BATCH, STEPS, LR = 128, 200, 0.01
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "base": {"scaled dot, softmax, full, learned positions": {}},
@@ -33,8 +33,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "dot": {"score": "dot"},
         "cosine, learned temperature": {"score": "cosine", "temperature": "learned"},
         "general": {"score": "general"},
-        "additive": {"score": "additive"},
-        "concat": {"score": "concat"},
+        "additive, 16 hidden": {"score": "additive", "hidden": 16},
+        "concat, 16 hidden": {"score": "concat", "hidden": 16},
         "location": {"score": "location"},
     },
     "normalizer": {
@@ -125,8 +125,8 @@ def train(job: tuple[str, str, str, dict[str, Any], int, int]) -> dict[str, Any]
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for talker in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(talker).setLevel(logging.ERROR)
     module, classifier = build(data, attention, seed)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
     trainer = pl.Trainer(

@@ -206,7 +206,8 @@ def attention_weights(
 ) -> Tensor:
     """The (B, H, N, M) weights themselves; arguments as for ``attend``.
 
-    Rows sum to 1 (for normalizers that do, ``SUM_TO_ONE``), or to 0 where all is masked.
+    Rows sum to 1 (for normalizers that do, ``SUM_TO_ONE``), or to 0 where all is masked. For Linformer and Performer
+    they are the weights that the result implies; Linformer's rows do not sum to 1.
     """
     with without_autocast(q):
         o = operands(
@@ -220,5 +221,16 @@ def attention_weights(
             pattern=pattern,
             layout=layout,
             position=position,
-        ).dense()
+        )
+        if o.low_rank is not None:
+            return o.finish(implied_weights(o))
+        o = o.dense()
         return o.finish(weights_of(o))
+
+
+def implied_weights(o: Operands) -> Tensor:
+    """The (B, H, N, M) map that a low-rank result implies; Linformer and Performer never have weights over the keys."""
+    assert isinstance(o.low_rank, Linformer | Performer)
+    assert o.scale is not None
+    k = o.k if o.whole_k is None else o.whole_k
+    return o.low_rank.implied_weights(o.q, k, o.scale, o.key_mask, o.layout)

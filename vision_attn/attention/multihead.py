@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.config import split_options
+from vision_attn.attention.config import LOW_RANK, split_options
 from vision_attn.attention.core import operands, refuse_pairs, run, without_autocast
 from vision_attn.attention.kernels import Operands, Request, choose_kernel, normalizer_name
 from vision_attn.attention.layout import Layout
@@ -28,12 +28,17 @@ from vision_attn.attention.scores import Score, make_score
 def _make_pattern(
     name: str, kv_heads: int, head_dim: int, layout: Layout | None, options: dict[str, Any]
 ) -> Pattern | Linformer | Performer | None:
+    if name in LOW_RANK:
+        takes = ("rank",) if name == "linformer" else ("features", "redraw", "seed")
+        foreign = [key for key in options if key not in takes]
+        if foreign:
+            raise ValueError(f"pattern {name!r} has no option {foreign[0]!r}; it takes: {', '.join(takes)}")
     if name == "linformer":
         if layout is None or layout.length is None:
             raise ValueError(
                 "linformer learns a matrix over the tokens, so it must know how many: pass layout=Layout(...)"
             )
-        return Linformer(kv_heads, layout.length, **options)
+        return Linformer(kv_heads, layout.length, layout=layout, **options)
     if name == "performer":
         return Performer(head_dim, **options)
     return make_pattern(name, **options)

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.core import implied_weights
 from vision_attn.attention.kernels import Operands, weights_of
 from vision_attn.attention.masks import merge_masks, open_rows
 
@@ -110,7 +111,7 @@ class Recorder:
         q, k = o.q.float(), o.k.float()
         with torch.autocast(o.q.device.type, enabled=False):
             if o.low_rank is not None:
-                weights = o.low_rank.implied_weights(q, k, o.scale, o.key_mask, o.layout)
+                weights = implied_weights(dataclasses.replace(o, q=q, k=k))
             else:
                 bias = None if o.bias is None else o.bias.float()
                 weights = weights_of(dataclasses.replace(o, q=q, k=k, bias=bias))
