@@ -1,4 +1,4 @@
-"""From images of any kind to class names and probabilities."""
+"""From images of any kind to class names and probabilities, or to an order."""
 
 from __future__ import annotations
 
@@ -43,6 +43,27 @@ class Classification:
         return {**dataclasses.asdict(self), "topk": [{"label": label, "score": p} for label, p in self.topk]}
 
 
+@dataclasses.dataclass
+class Pointed:
+    """What a pointer network says in one step.
+
+    Attributes:
+        place: the step, from 0: where the image stands in the order.
+        index: which of the images given it points at, from 0.
+        score: the attention weight of that image in this step, 0 to 1.
+        source: the file, or ``image 3`` for the fourth of those given.
+    """
+
+    place: int
+    index: int
+    score: float
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
 def predict(
     model: nn.Module,
     images: ImageLike | Iterable[ImageLike],
@@ -51,8 +72,8 @@ def predict(
     topk: int = 5,
     device: str | torch.device | None = None,
     progress: bool = False,
-) -> list[Classification]:
-    """Classify images, preprocessed as the model was trained (``model.config["preprocess"]``).
+) -> list[Classification] | list[Pointed]:
+    """Classify images, or sort them, preprocessed as the model was trained (``model.config["preprocess"]``).
 
     All kinds of input go through the same 8-bit RGB pixels, so the same picture gives the same answer however
     it is handed in.
@@ -62,13 +83,14 @@ def predict(
         images: one or a list of: path, folder (searched through), PIL image, array ``(H, W)`` or ``(H, W, C)``, tensor
             ``(C, H, W)`` or ``(B, C, H, W)``. Integers are raw pixels 0…255 (16-bit: 0…65535), floats 0…1; never
             normalised ones. C is 1, 3 or 4.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass; a pointer network sees all images at once.
         topk: how many classes to report.
         device: the model is moved there; ``None`` leaves it where it is.
         progress: show a bar on standard error when it takes more than a moment.
 
     Returns:
-        One :class:`Classification` per image, in the order given (folders sorted by name).
+        One :class:`Classification` per image, in the order given (folders sorted by name); from a pointer network one
+        :class:`Pointed` per image, in the order it puts them in.
 
     Raises:
         UserError: a file is missing or broken, an array is no image, the model has no configuration.
@@ -85,6 +107,8 @@ def predict(
     was_training = model.training
     model.eval()
     try:
+        if config.get("task") == "sorting":
+            return _sort(model, sources, config)
         for start in _steps(range(0, len(sources), batch_size), progress, len(sources)):
             chunk = sources[start : start + batch_size]
             x = preprocess([_picture(image, source) for image, source in chunk], config)  # (B, C, H, W)
@@ -139,6 +163,16 @@ def _classify(
         Classification(names[i[0]], i[0], p[0], [(names[j], q) for j, q in zip(i, p, strict=True)], source)
         for i, p, source in zip(indices.tolist(), scores.tolist(), sources, strict=True)
     ]
+
+
+def _sort(model: nn.Module, sources: Sequence[tuple[ImageLike, str]], config: dict[str, Any]) -> list[Pointed]:
+    """All images as one sequence, in the order pointed at."""
+    where = next(model.parameters())
+    x = preprocess([_picture(image, source) for image, source in sources], config)  # (n, C, H, W)
+    with torch.inference_mode():
+        scores, order = model(x.to(where.device, where.dtype)).float().exp().max(-1)  # (n,) and (n,)
+    steps = zip(order.tolist(), scores.tolist(), strict=True)
+    return [Pointed(place, index, score, sources[index][1]) for place, (index, score) in enumerate(steps)]
 
 
 def _expand(images: ImageLike | Iterable[ImageLike]) -> Iterator[tuple[ImageLike, str]]:

@@ -103,6 +103,8 @@ def _adapted(
 ) -> dict[str, Any]:
     """A copy of the configuration with the changes asked for."""
     wanted = copy.deepcopy(dict(config))
+    if num_classes is not None and "num_classes" not in wanted["args"]:
+        raise UserError(f"a {wanted['name']} has no classes (its task is {wanted['task']}): leave out num_classes")
     if num_classes is not None and num_classes != wanted["args"].get("num_classes"):
         wanted["args"]["num_classes"] = num_classes
         wanted["labels"] = None  # they named other classes

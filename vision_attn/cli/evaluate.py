@@ -33,16 +33,19 @@ def evaluate(verb: str, argv: list[str]) -> int:
     argv = recipes_to_paths(argv)
     if path is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"{verb} needs --ckpt_path: a .ckpt, a folder with model.safetensors, or a foreign checkpoint")
-    run_folder = None
+    model: Any = None
     if path is not None:
         if not Path(path).exists():
             raise UserError(f"--ckpt_path: no such checkpoint: {path}")
+        model = load_model(path, name=option_value(argv, "--model.name"))
         run_folder = run_of_checkpoint(path)
-        if run_folder is not None and option_value(argv, "--config") is None and option_value(argv, "-c") is None:
-            argv = ["--config", str(run_folder / "config.yaml"), *argv]
+        if option_value(argv, "--config") is None and option_value(argv, "-c") is None:
+            task = ["--task", model.config["task"]]  # which decides what options there are
+            argv = [*(task if run_folder is None else ["--config", str(run_folder / "config.yaml")]), *argv]
     command = Command(verb, argv, evaluate=True)
     config = command.config
-    model: Any = load_model(str(path), name=option_value(argv, "--model.name"))
+    if model.config["task"] != config.task:
+        raise UserError(f"{path} is a model for {model.config['task']}, not for {config.task}: leave out --task")
     if config.data.img_size is None:
         config.data.img_size = tuple(model.config["preprocess"]["size"])
     reset_trainer(config.trainer)
@@ -57,10 +60,10 @@ def evaluate(verb: str, argv: list[str]) -> int:
 
 
 def _run(command: Any, verb: str, model: Any, data: Any) -> dict[str, float]:
-    from vision_attn.training.classifier import Classifier
-
     trainer = command.build_trainer(enable_checkpointing=False, enable_progress_bar=False)
-    module = Classifier.from_model(model, channels_last=command.config.model.channels_last)
+    module = command.task.module_class().from_model(
+        model, channels_last=getattr(command.config.model, "channels_last", None)
+    )
     run = trainer.validate if verb == "validate" else trainer.test
     return dict(run(module, datamodule=data, verbose=False)[0])
 
@@ -87,13 +90,13 @@ def check_fit(model: Any, data: Any, path: str) -> None:
     Raises:
         UserError: another number of classes, or other classes.
     """
-    classes = model.config["args"]["num_classes"]
-    if classes != data.num_classes:
+    labels = model.config.get("labels")
+    classes = model.config["args"].get("num_classes", len(labels) if labels else None)
+    if classes not in (None, data.num_classes):
         raise UserError(
             f"{path} knows {classes} classes, the data set {data.name!r} has {data.num_classes}: "
             "choose the data it was trained on with --data.name."
         )
-    labels = model.config.get("labels")
     if labels and list(labels) != list(data.labels):
         differ = next((a, b) for a, b in zip(labels, data.labels, strict=True) if a != b)
         raise UserError(
@@ -103,8 +106,8 @@ def check_fit(model: Any, data: Any, path: str) -> None:
 
 def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float]) -> None:
     stage = "val" if verb == "validate" else "test"
-    images = data.split(stage)
-    print(f"{model.config['name']} ({path}) on {len(images):,} {stage} images of {data.name}")
+    seen = data.describe(stage) if hasattr(data, "describe") else f"{len(data.split(stage)):,} {stage} images"
+    print(f"{model.config['name']} ({path}) on {seen} of {data.name}")
     width = max(map(len, results))
     for name in sorted(results):
         print(f"{name:<{width}}  {results[name]:.4f}")

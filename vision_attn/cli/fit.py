@@ -109,7 +109,7 @@ def _say_how_to_resume(argv: list[str], trainer: Any, path: Path | None, exit_co
 
 
 def _report(path: Path, summary: dict[str, Any]) -> None:
-    for key in ("val/acc", "test/acc", "val/ap", "test/ap"):
-        if summary.get(key) is not None:
-            print(f"{key} {summary[key]:.4f}")
+    for key, value in summary.items():
+        if key.startswith(("val/acc", "test/acc", "val/ap", "test/ap")) and value is not None:
+            print(f"{key} {value:.4f}")
     print(f"weights, metrics and pictures: {path}")

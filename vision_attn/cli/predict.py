@@ -1,4 +1,4 @@
-"""``vision-attn predict``: classes and probabilities for image files."""
+"""``vision-attn predict``: classes and probabilities for image files, or their order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from vision_attn.cli.arguments import make_parser, parse
 
 if TYPE_CHECKING:
-    from vision_attn.inference import Classification
+    from vision_attn.inference import Classification, Pointed
 
 
 def run(argv: list[str]) -> int:
-    """Classify the images named on the command line.
+    """Classify (or, with a pointer network, sort) the images named on the command line.
 
     Raises:
         UserError: the checkpoint or an image cannot be read, or the arguments are wrong.
     """
-    parser = make_parser("predict", "Classify images with a trained model; the preprocessing comes with it.")
+    parser = make_parser("predict", "Classify (or sort) images with a trained model; the preprocessing comes with it.")
     parser.add_argument("images", nargs="+", help="image files and folders (searched through)")
     parser.add_argument("--ckpt_path", required=True, help=".ckpt, .safetensors, .th, or the folder of a run or model")
     parser.add_argument("--topk", type=int, default=5, help="how many classes to report")
@@ -49,19 +49,27 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _show(results: list[Classification]) -> None:
+def _show(results: list[Classification] | list[Pointed]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from vision_attn.inference import Pointed
+
     table = Table()
-    table.add_column("image", overflow="fold")
-    table.add_column("class", overflow="fold")
+    titles = ("place", "image") if results and isinstance(results[0], Pointed) else ("image", "class")
+    for title in titles:
+        table.add_column(title, overflow="fold")
     table.add_column("probability", justify="right")
-    table.add_column("next", overflow="fold", style="dim")
+    if "class" in titles:
+        table.add_column("next", overflow="fold", style="dim")
     for result in results:
-        others = ", ".join(f"{label} {100 * p:.1f} %" for label, p in result.topk[1:])
+        probability = f"{100 * result.score:.1f} %"
         # names of files and classes are text, not rich's markup
-        table.add_row(Text(result.source), Text(result.label), f"{100 * result.score:.1f} %", Text(others))
+        if isinstance(result, Pointed):
+            table.add_row(str(result.place + 1), Text(result.source), probability)
+        else:
+            others = ", ".join(f"{label} {100 * p:.1f} %" for label, p in result.topk[1:])
+            table.add_row(Text(result.source), Text(result.label), probability, Text(others))
     console = Console(highlight=False)
     (console if console.is_terminal else Console(width=120, highlight=False)).print(table)

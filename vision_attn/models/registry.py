@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
@@ -15,25 +15,45 @@ from vision_attn.errors import UserError, closest
 Builder = Callable[..., nn.Module]
 
 _MODELS: dict[str, Builder] = {}
+_TASKS: dict[str, str] = {}
 
 COMMON = ("num_classes", "img_size", "in_chans", "attention")
 """What every model takes, beside its own arguments."""
 
 
-def register_model(builder: Builder) -> Builder:
+@overload
+def register_model(builder: Builder) -> Builder: ...
+@overload
+def register_model(*, task: str) -> Callable[[Builder], Builder]: ...
+def register_model(builder: Builder | None = None, *, task: str = "classification") -> Any:
     """Decorator: the function's name becomes the model's name, its docstring the description.
 
     The function takes keywords only and passes them on to the class it builds, over its own defaults.
+
+    Args:
+        builder: the function.
+        task: what the model does, when that is not classification: ``@register_model(task="sorting")``. A model of
+            another task has no ``num_classes``.
     """
-    if builder.__name__ in _MODELS:
-        raise ValueError(f"a model called {builder.__name__} is registered already")
-    _MODELS[builder.__name__] = builder
-    return builder
+
+    def add(function: Builder) -> Builder:
+        if function.__name__ in _MODELS:
+            raise ValueError(f"a model called {function.__name__} is registered already")
+        _MODELS[function.__name__] = function
+        _TASKS[function.__name__] = task
+        return function
+
+    return add if builder is None else add(builder)
 
 
-def list_models(pattern: str = "*") -> list[str]:
-    """Names of this zoo that match a shell wildcard, sorted."""
-    return sorted(name for name in _MODELS if fnmatchcase(name, pattern))
+def list_models(pattern: str = "*", *, task: str | None = None) -> list[str]:
+    """Names of this zoo that match a shell wildcard, sorted.
+
+    Args:
+        pattern: ``"swin*"``.
+        task: only models of this task, ``classification`` or ``sorting``; all by default.
+    """
+    return sorted(name for name in _MODELS if fnmatchcase(name, pattern) and task in (None, _TASKS[name]))
 
 
 def description(name: str) -> str:
@@ -61,21 +81,24 @@ def create_model(
 
     Args:
         name: one of ``list_models()``, or any CNN of timm.
-        num_classes: width of the head.
+        num_classes: width of the head; means nothing to a model of another task than classification.
         img_size: pixels, one number or (height, width); the model's own default otherwise.
         in_chans: channels of the images.
         attention: mechanism choices, see ``AttentionConfig``; for models with attention only.
         **kwargs: the model's own arguments: ``patch_size``, ``embed_dim``, ``depth``, ``drop_path`` …
 
     Returns:
-        A module from (B, in_chans, H, W) to (B, num_classes) logits, whose ``config`` says how to build it again.
+        A module from (B, in_chans, H, W) to (B, num_classes) logits (a model of another task says itself what it takes
+        and gives), whose ``config`` says how to build it again.
 
     Raises:
         UserError: unknown model (with near names) or unknown argument (with what the model takes).
         ValueError: arguments that make no sense together.
     """
     chosen = AttentionConfig.of(attention).chosen()
-    given: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans}
+    task = _TASKS.get(name, "classification")
+    given: dict[str, Any] = {"num_classes": num_classes} if task == "classification" else {}
+    given["in_chans"] = in_chans
     if img_size is not None:
         given["img_size"] = img_size if isinstance(img_size, int) else list(img_size)
     if num_classes < 1:
@@ -96,7 +119,7 @@ def create_model(
     size = img_size or getattr(model, "img_size", None) or 32
     size = [size, size] if isinstance(size, int) else list(size)
     model.config = {  # type: ignore[assignment]
-        "task": "classification",
+        "task": task,
         "name": name,
         "args": {**given, **kwargs},
         "preprocess": {

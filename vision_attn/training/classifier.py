@@ -11,8 +11,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from vision_attn.attention.config import AttentionConfig
+from vision_attn.attention.normalizers import collect_log_probs
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
+from vision_attn.training.reinforce import Reinforce, draws_keys
 
 
 class Classifier(TrainingModule):
@@ -39,6 +41,8 @@ class Classifier(TrainingModule):
     Raises:
         UserError: unknown model or keyword (from ``create_model``).
     """
+
+    reinforce: Reinforce | None  # of a model that draws keys
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class Classifier(TrainingModule):
 
     def _setup(self, num_classes: int, label_smoothing: float, channels_last: bool | None, compile: bool) -> None:
         self.label_smoothing = label_smoothing
+        channels = self.model.config["args"].get("in_chans", 3)
+        self.reinforce = Reinforce(channels) if draws_keys(self.model) else None
         self.channels_last = is_cnn(self.model) if channels_last is None else channels_last
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)
@@ -89,16 +95,6 @@ class Classifier(TrainingModule):
         self.test_loss = MeanMetric()
         self.confusion: Tensor | None = None  # (classes, classes) counts of the last validation, rows are truths
 
-    def on_fit_start(self) -> None:
-        """A model that reads its first layer off the data does so now; a resumed run has it already."""
-        if not self.trainer.ckpt_path:
-            self.init_from(getattr(self.trainer, "datamodule", None))
-
-    def init_from(self, data: Any) -> None:
-        """Let a model with a whitening layer see training images, where the data can show some."""
-        if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images"):
-            self.model.init_whitening(data.plain_images(5000))
-
     def forward(self, image: Tensor) -> Tensor:
         """Images (B, 3, H, W) float, normalized, to logits (B, classes) in float32."""
         if self.channels_last:
@@ -106,14 +102,22 @@ class Classifier(TrainingModule):
         return self.model(image).float()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy with label smoothing; hard and soft labels."""
+        """Cross-entropy with label smoothing; hard and soft labels. Drawn keys learn by REINFORCE beside it."""
         label = batch["label"]
-        logits = self(batch["image"])
+        with collect_log_probs() as draws:
+            logits = self(batch["image"])
         loss = F.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
         with torch.no_grad():
             hard = label if label.ndim == 1 else label.argmax(1)
             self.record(len(hard), loss=loss * len(hard), acc=(logits.argmax(1) == hard).sum())
-        return loss
+        return loss if self.reinforce is None else loss + self.reinforce(batch["image"], logits, label, draws)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The model's optimizer, which also steps the baseline of drawn keys."""
+        optimizer = super().configure_optimizers()
+        if self.reinforce is not None:
+            self.reinforce.add_to(optimizer)
+        return optimizer
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Collect loss and confusion matrix."""

@@ -97,7 +97,7 @@ def finish(
         draw(run, trainer, module, data)
     if test:
         results = (make_trainer() if make_trainer else trainer).test(module, datamodule=data, verbose=False)
-        tested = {k: round(float(v), 6) for k, v in results[0].items() if k != "test/loss"}
+        tested = {k: round(float(v), 6) for k, v in results[0].items() if not k.startswith("test/loss")}
         if trainer.is_global_zero:
             run.write_summary(**tested)
     return run.summary
@@ -121,9 +121,7 @@ def export(run: RunFolder, module: TrainingModule) -> None:
 
 def draw(run: RunFolder, trainer: Trainer, module: TrainingModule, data: LightningDataModule) -> None:
     """All pictures of a run. A picture that cannot be drawn is a warning: the weights are what counts."""
-    from vision_attn.training import pictures
-
     try:
-        pictures.draw_all(run, module, data, trainer.strategy.root_device)
+        module.draw(run, data, trainer.strategy.root_device)
     except Exception as error:
         warnings.warn(f"the pictures could not be drawn: {type(error).__name__}: {error}", stacklevel=2)

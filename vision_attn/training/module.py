@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from vision_attn.training.schedule import lr_factor_by_budget, lr_factor_by_step
 
 
 class TrainingModule(pl.LightningModule):
-    """Base of :class:`~vision_attn.training.classifier.Classifier`.
+    """Base of :class:`~vision_attn.training.classifier.Classifier` and of the modules of other tasks.
 
     A subclass sets ``self.model`` (with ``model.config``), and calls :meth:`record` in ``training_step``.
     Checkpoints carry ``model.config`` as ``hyper_parameters["config"]``, in plain types.
@@ -40,6 +41,24 @@ class TrainingModule(pl.LightningModule):
         self._images = 0
         self._seconds = 0.0
         self._mark = 0.0  # when the time of the next step began to count
+
+    # -- what a task may do otherwise ---------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """A model that reads its first layer off the data does so now; a resumed run has it already."""
+        if not self.trainer.ckpt_path:
+            self.init_from(getattr(self.trainer, "datamodule", None))
+
+    def init_from(self, data: Any) -> None:
+        """Let a model with a whitening layer see training images, where the data can show some."""
+        if hasattr(self.model, "init_whitening") and hasattr(data, "plain_images"):
+            self.model.init_whitening(data.plain_images(5000))
+
+    def draw(self, run: Any, data: Any, device: torch.device | str = "cpu") -> list[Path]:
+        """The pictures of a finished run; returns the files written."""
+        from vision_attn.training import pictures
+
+        return pictures.draw_all(run, self, data, device)
 
     # -- optimizer and schedule ---------------------------------------------------------------------
 

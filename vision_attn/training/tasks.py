@@ -41,6 +41,12 @@ TASKS = {
         monitor="val/acc",
         links=("num_classes", "img_size", "labels", "preprocess"),
     ),
+    "sorting": Task(
+        module="vision_attn.training.pointer:Sorter",
+        data="vision_attn.data.sorting:SortingData",
+        monitor="val/acc",
+        links=("img_size", "labels", "preprocess"),
+    ),
 }
 
 
