@@ -27,9 +27,6 @@ FUSED = frozenset({"softmax"})
 SUM_TO_ONE = frozenset({"softmax", "sum", "hard", "straight_through", "sampled"})
 """Normalizers whose rows sum to one. The others give every key a probability of its own."""
 
-KEY_ORDER = frozenset({"linear_chain"})
-"""Normalizers for which it matters which keys are neighbours: a kernel that gathers keys cannot serve them."""
-
 
 def register_normalizer(name: str) -> Callable[[Any], Any]:
     """Makes a normalizer ``scores (B, H, N, M) -> weights (B, H, N, M)`` available by name, in every model.
