@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.attention import attend
 from vision_attn.attention.layout import Layout
@@ -38,7 +39,6 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 }
 """Name -> the words of ``Attention`` that choose it.
 Neighbourhoods, ranks and features are of about 128 keys; strided has about 3 √N."""
-NOT_OPTIONS = ("kernel", "pattern")
 FULL = {"explicit", "fused", "tiled"}
 DENSE = {"explicit": (2, 4)}
 """Mechanisms that hold (B, H, N, N) tensors, and how many at once, forward and with backward."""
@@ -54,7 +54,7 @@ class Row:
         tokens: N.
         seconds: median of interleaved rounds.
         peak_bytes: memory at the highest point, without the inputs.
-        flops: two per multiply-accumulate, see ``flops_of``.
+        flops: of the products computed, see ``count_flops``.
         note: what a reader should know.
     """
 
@@ -102,7 +102,8 @@ def make_call(
 
     def run() -> object:
         with torch.set_grad_enabled(backward):
-            out = attend(q, k, v, kernel=kernel, pattern=pattern, layout=layout)
+            # Views, for PyTorch's counter of operations cannot follow a module whose inputs are leaves.
+            out = attend(*(x.view_as(x) for x in (q, k, v)), kernel=kernel, pattern=pattern, layout=layout)
             return torch.autograd.grad(out, (q, k, v), gradient) if backward else out
 
     return run
@@ -116,31 +117,30 @@ def _pattern(
     return Performer(width, **options) if name == "performer" else make_pattern(name, **options)
 
 
-def flops_of(words: Mapping[str, Any], tokens: int, *, heads: int, width: int, batch: int, backward: bool) -> int:
-    """FLOPs of the products of one call, two per multiply-accumulate.
-
-    Forward there are two products of ``width`` for each pair of query and key that is computed, wanted or not; backward
-    four more, and a fifth where the scores are computed again, as in every kernel but ``explicit``. PyTorch's own
-    counter would do, but cannot look into fused kernels. For Linformer a pair is a query and one of ``rank`` keys, for
-    Performer a query and a feature; both have the products of their own beside them.
-    """
-    size = 2 * batch * heads * width
-    name, again = words.get("pattern", "full"), int(words.get("kernel") != "explicit")
-    whole = 2 + backward * (4 + again)
-    if name == "linformer":  # E·k and F·v, each with a gradient to the keys and none to E and F
-        return size * tokens * words["rank"] * (whole + 2 + 2 * backward)
-    if name == "performer":  # features of q and k, Σ φ(k) v, φ(q)·that; twice as much backward, less that to ω
-        return size * tokens * words["features"] * (4 + 6 * backward)
-    return size * pairs_computed(words, tokens) * whole
+def _fused_flops(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
+    """Two products for every pair of query and key; the arguments are shapes."""
+    return int(2 * math.prod(q[:3]) * k[2] * (q[3] + v[3]))
 
 
-def pairs_computed(words: Mapping[str, Any], tokens: int) -> int:
-    """How many pairs of query and key a call computes: of the blocks of its plan, or all."""
-    pattern = make_pattern(words.get("pattern", "full"), **{k: v for k, v in words.items() if k not in NOT_OPTIONS})
-    plan = None if pattern is None else pattern.plan(tokens, Layout(grid=square(tokens)))
-    if plan is None:
-        return tokens * tokens
-    return sum(part.queries.shape[1] * part.keys.numel() for part in plan.parts()) + plan.first * tokens
+def _fused_backward_flops(grad: Any, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
+    """The scores again, and the gradients of weights, values, queries and keys."""
+    return int(2 * math.prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3]))
+
+
+UNKNOWN_TO_PYTORCH = {
+    "_scaled_dot_product_flash_attention_for_cpu": _fused_flops,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _fused_backward_flops,
+}
+"""Operations that PyTorch's counter passes over."""
+
+
+def count_flops(call: Callable[[], object]) -> int | None:
+    """FLOPs of the products that a call computes, two per multiply-accumulate; None for compiled kernels, which hide
+    theirs."""
+    known = {getattr(torch.ops.aten, name, None): count for name, count in UNKNOWN_TO_PYTORCH.items()}
+    with FlopCounterMode(display=False, custom_mapping={op: f for op, f in known.items() if op is not None}) as counter:
+        call()
+    return counter.get_total_flops() or None
 
 
 def memory_limit(gigabytes: float | None) -> int:
@@ -189,12 +189,8 @@ def measure(
     words = {name: _changed(MECHANISMS[name], changes or {}) for name in mechanisms}
     shape = {"batch": batch, "heads": heads, "width": width, "device": device, "dtype": dtype}
     lengths, limit = sorted(set(lengths)), memory_limit(memory)
-    size = {"heads": heads, "width": width, "batch": batch}
     rows = [
-        Row(name, both, n, flops=flops_of(words[name], n, backward=both, **size))
-        for both in ((False, True) if backward else (False,))
-        for name in mechanisms
-        for n in lengths
+        Row(name, both, n) for both in ((False, True) if backward else (False,)) for name in mechanisms for n in lengths
     ]
     progress("memory")
     _measure_memory(rows, words, shape, limit)
@@ -236,7 +232,7 @@ def _measure_memory(rows: list[Row], words: dict[str, dict[str, Any]], shape: di
 
 
 def _measure_time(rows: list[Row], words: dict[str, dict[str, Any]], shape: dict[str, Any], rounds: int) -> None:
-    """Fills in the times of all mechanisms at one length."""
+    """Fills in times and FLOPs of all mechanisms at one length."""
     rows = [row for row in rows if not row.note]
     if not rows:
         return
@@ -244,7 +240,7 @@ def _measure_time(rows: list[Row], words: dict[str, dict[str, Any]], shape: dict
     calls = {row.mechanism: make_call(words[row.mechanism], row.tokens, backward=row.backward, **shape) for row in rows}
     times = interleaved(calls, rounds=rounds, clock=best_clock(device), synchronize=synchronizer(device))
     for row in rows:
-        row.seconds = times[row.mechanism]
+        row.seconds, row.flops = times[row.mechanism], count_flops(calls[row.mechanism])
 
 
 def exponents(rows: Sequence[Row]) -> list[dict[str, Any]]:

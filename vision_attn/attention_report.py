@@ -17,8 +17,8 @@ UNIT = {"seconds": 1.0, "peak_bytes": 2.0**20, "flops": 1e9}
 
 ABOUT = (
     "Peak memory is what one call adds at its highest point: results included, arguments and what is kept between",
-    "calls (the plans of patterns) not. FLOPs are by formula: products of all pairs that are computed, the padding of",
-    "blocks included.",
+    "calls (the plans of patterns) not. FLOPs are those of the products that were computed, the padding of blocks",
+    "included.",
 )
 
 
