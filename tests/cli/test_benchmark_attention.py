@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -170,28 +168,31 @@ def test_what_ran_out_of_memory_is_not_timed(monkeypatch) -> None:
     ]
 
 
-# -- peak memory: what the child process measures -----------------------------------------------------
-
-
-def takes(megabytes: int, device: str = "cpu"):
-    """Measured by ``test_peaks_are_those_of_the_calls``; none at all is a call that the system kills."""
-
-    def call() -> object:
-        if not megabytes:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.ones(megabytes * 2**18)
-
-    return call
+# -- peak memory ------------------------------------------------------------------------------------
 
 
 def test_peaks_are_those_of_the_calls_and_a_killed_one_has_none(monkeypatch) -> None:
-    file = Path(__file__)
-    monkeypatch.setenv("PYTHONPATH", str(file.parent))
-    calls = [{"megabytes": megabytes} for megabytes in (8, 0, 64)]
-    small, killed, large = peak_memory.in_child(file.stem, "takes", calls, threads=1)
-    assert killed is None
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    calls = [{"megabytes": megabytes} for megabytes in (8, 64, 0)]
+    small, large, killed = peak_memory.in_child("peak_calls", "takes", calls, threads=1)
     assert small == pytest.approx(8 * 2**20, rel=0.1)
     assert large == pytest.approx(64 * 2**20, rel=0.1)
+    assert killed is None
+
+
+def test_after_a_killed_call_another_child_goes_on(monkeypatch) -> None:
+    asked = []
+
+    def child(request: str, threads: int, timeout: float) -> tuple[str, int, str]:
+        calls = [call["n"] for call in json.loads(request)["calls"]]
+        asked.append(calls)
+        fine = calls[: calls.index(0)] if 0 in calls else calls
+        return "".join(f'{{"peak": {n}}}\n' for n in fine), -9 if 0 in calls else 0, ""
+
+    monkeypatch.setattr(peak_memory, "_child", child)
+    found = peak_memory.in_child("here", "takes", [{"n": n} for n in (1, 0, 2, 0, 0, 3)], threads=1)
+    assert found == [1, None, 2, None, None, 3]
+    assert asked == [[1, 0, 2, 0, 0, 3], [2, 0, 0, 3], [0, 3], [3]]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
