@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -86,6 +87,23 @@ FAULTS = {
     ),
     "a loss of one direction": (layer_certificates, "contrastive_loss", one_direction, "32"),
 }
+
+
+def forget() -> None:
+    """Masks, plans and rotations are kept between calls: no fault may outlive its test, nor hide behind them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vision_attn.attention"):
+            for kept in vars(module).values():
+                if hasattr(kept, "cache_clear"):
+                    kept.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
