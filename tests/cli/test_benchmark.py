@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from vision_attn.attention import KERNELS, Request, kernel_table
-from vision_attn.benchmarking import interleaved, matrix_share
+from vision_attn.benchmarking import CANDIDATES, interleaved, matrix_share
 from vision_attn.cli.main import main
 
 TINY = ["--dtype", "float32", "--lengths", "[5,7]", "--batch", "2", "--heads", "3", "--width", "4", "--rounds", "1"]
 
 
 def able(training: bool, kind: str) -> set[str]:
-    """Kernels that serve such a call without a pattern."""
+    """Those of the kernels to choose from that serve such a call."""
     request = Request("cpu", torch.float32, 2, 3, 3, 5, 5, 4, kind == "mask", kind == "bias", training)
-    return {name for name, kernel in KERNELS.items() if kernel.why_not(request) is None}
+    return {name for name in CANDIDATES if KERNELS[name].why_not(request) is None}
 
 
 @pytest.fixture(autouse=True)
