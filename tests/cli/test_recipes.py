@@ -19,7 +19,7 @@ from vision_attn.training.tasks import TASKS
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 PROMISED = """digits_vit digits_cnn cifar10_vit cifar10_cct cifar10_resnet20 cifar10_resnet18 cifar100_vit cifar100_cct
     cifar100_resnet20 cifar10_cct_10min cifar10_cct_30min cifar10_cnn_10min cifar10_cnn_30min
-    digits_sort_pointer"""
+    digits_sort_pointer digits_hard_attention"""
 
 
 @pytest.fixture(scope="module")

@@ -62,27 +62,41 @@ def test_only_what_was_looked_at_reaches_the_logits():
     assert_close(net(x + fine * hidden.repeat_interleave(2, 3)), before, rtol=1e-4, atol=1e-5)
 
 
-def test_training_draws_from_the_probabilities_and_evaluation_takes_the_best():
-    net, x = model(), images(1)
-    p = net.probabilities(x)  # (1, 5, 24)
-    assert_close(p.sum(-1), torch.ones(1, 5))
+def test_training_draws_places_and_evaluation_takes_the_best_none_twice():
+    net, x = model(), images()
     torch.manual_seed(0)
-    counts = net.weights(x.expand(4000, -1, -1, -1)).sum(0)
-    assert_close(counts / 4000, p[0], rtol=0, atol=0.04)
+    drawn = [net.weights(x).argmax(-1) for _ in range(20)]
+    assert len({tuple(places.flatten().tolist()) for places in drawn}) == 20
     net.eval()
-    assert_close(net.weights(x).argmax(-1), p.argmax(-1))
+    best = net.weights(x).argmax(-1)
+    scores = net.query.detach() @ net.view(x).detach().mT
+    assert_close(best[:, 0], scores[:, 0].argmax(-1))
+    assert_close(best[:, 1], scores[:, 1].scatter(1, best[:, :1], float("-inf")).argmax(-1))
+    for places in [*drawn, best]:
+        assert all(len(set(row)) == 5 for row in places.tolist())
     assert_close(net(x), net(x), rtol=0, atol=0)
+
+
+def test_draws_without_repetition_have_the_probabilities_they_say():
+    net, x = model(num_glimpses=2), images(1)
+    first, second = (net.query.detach() @ net.view(x).detach()[0].T / 12**0.5).log_softmax(-1)
+    with collect_log_probs() as draws:
+        places = net.weights(x.expand(50, -1, -1, -1)).argmax(-1)
+    a, b = places.T
+    assert_close(draws[0][:, 0, 0], first[a], rtol=1e-4, atol=1e-5)
+    expected = second[b] - torch.log1p(-second[a].exp())  # the second chooses among what is left
+    assert_close(draws[1][:, 0, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_view_learns_from_the_draws_and_the_rest_from_the_logits():
     net = model().train()
     with collect_log_probs() as draws:
         logits = net(images())
-    assert [d.shape for d in draws] == [(3, 1, 5)]
+    assert [d.shape for d in draws] == [(3, 1, 1)] * 5
     logits.square().sum().backward()
     chooses = {name for name, p in net.named_parameters() if p.grad is None}
     assert {name.split(".")[0] for name in chooses} == {"view", "query"}
-    draws[0].sum().backward()
+    torch.stack(draws).sum().backward()
     assert all(p.grad.abs().max() > 0 for p in net.parameters())
 
 
@@ -94,7 +108,7 @@ def test_other_normalizers(normalizer):
     assert not draws
     logits.sum().backward()
     assert (net.query.grad is None) == (normalizer == "hard")
-    assert net.probabilities(images()).shape == (3, 5, 24)
+    assert net.weights(images()).shape == (3, 5, 24)
 
 
 def test_another_size_of_image():
@@ -106,9 +120,8 @@ def test_what_does_not_fit_is_said():
         model(glimpse_size=24)
     with pytest.raises(UserError, match="coarse=3 must divide glimpse_size=8 and stride=4"):
         model(coarse=3)
-    with pytest.raises(UserError, match="num_glimpses=0: at least one"):
-        model(num_glimpses=0)
-    with pytest.raises(UserError, match=r"attention\.qk_norm means nothing to it; it takes: score, temperature"):
-        model(attention={"qk_norm": True})
-    with pytest.raises(ValueError, match="kernel 'sdpa' cannot serve this request"):
-        model(attention={"kernel": "sdpa"})(images())
+    for number in (0, 25):
+        with pytest.raises(UserError, match=rf"num_glimpses={number}: the image \[20, 28\] has 1 to 24 places"):
+            model(num_glimpses=number)
+    with pytest.raises(UserError, match=r"attention\.kernel means nothing to it; it takes: score, temperature"):
+        model(attention={"kernel": "explicit"})

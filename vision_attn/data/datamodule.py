@@ -28,7 +28,7 @@ class ImageData(LightningDataModule):
     or a resume.
 
     Args:
-        name: ``digits``, ``cifar10``, ``cifar100`` or ``image_folder``.
+        name: ``digits``, ``digits_canvas``, ``cifar10``, ``cifar100`` or ``image_folder``.
         root: folder with the data; None takes ``$VISION_ATTN_DATA``, then ``~/.cache/vision_attn``.
         batch_size: training images per step and process.
         eval_batch_size: images per evaluation batch and process.

@@ -1,11 +1,12 @@
 """A classifier that looks at a few patches of a large image: hard attention, drawn patch by patch.
 
 Mnih et al. 2014 (arXiv 1406.6247) look with a recurrent net, one glimpse after the other; Xu et al. 2015 (arXiv
-1502.03044) draw places of a feature map. Here all glimpses are drawn at once, from a coarse view of the image.
+1502.03044) draw places of a feature map. Here all glimpses are chosen from one coarse view of the image.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig, attend, attention_weights
+from vision_attn.attention import AttentionConfig, attention_weights
 from vision_attn.attention.normalizers import make_normalizer
 from vision_attn.attention.scores import make_score
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import pair
 from vision_attn.models.registry import register_model
 
-TAKES = ("score", "temperature", "max_keys", "hidden", "normalizer", "kernel")
+TAKES = ("score", "temperature", "max_keys", "hidden", "normalizer")
+ONE_PLACE = ("sampled", "straight_through", "hard")
 
 
 def patches(images: Tensor, size: int, stride: int) -> Tensor:
@@ -74,7 +76,7 @@ class GlimpseNet(nn.Module):
 
     One learned query per glimpse attends to the places; keys come from the coarse view, and the values are the pixels
     themselves, so that nothing but the drawn patches (and where they were) reaches the classifier. In training, places
-    are drawn and learn by REINFORCE; in evaluation the most probable ones are looked at.
+    are drawn and learn by REINFORCE; in evaluation the most probable ones are looked at. No place is looked at twice.
 
     Args:
         num_classes: width of the head.
@@ -113,10 +115,11 @@ class GlimpseNet(nn.Module):
             raise UserError(f"glimpse_size={glimpse_size} is larger than the image {list(self.img_size)}")
         if glimpse_size % coarse or stride % coarse:
             raise UserError(f"coarse={coarse} must divide glimpse_size={glimpse_size} and stride={stride}")
-        if num_glimpses < 1:
-            raise UserError(f"num_glimpses={num_glimpses}: at least one is needed to see anything")
+        places = math.prod((side - glimpse_size) // stride + 1 for side in self.img_size)
+        if not 1 <= num_glimpses <= places:
+            raise UserError(f"num_glimpses={num_glimpses}: the image {list(self.img_size)} has 1 to {places} places")
         self.glimpse_size, self.stride, self.num_glimpses = glimpse_size, stride, num_glimpses
-        words = {"score": "scaled_dot", "normalizer": "sampled", "kernel": "auto"}
+        words = {"score": "scaled_dot", "normalizer": "sampled"}
         words |= AttentionConfig.of(attention).chosen()
         foreign = [word for word in words if word not in TAKES]
         if foreign:
@@ -124,7 +127,7 @@ class GlimpseNet(nn.Module):
                 f"this model chooses among places, so attention.{foreign[0]} means nothing to it; "
                 f"it takes: {', '.join(TAKES)}"
             )
-        self.kernel = words.pop("kernel")
+        self.one_place = words["normalizer"] in ONE_PLACE
         self.normalizer = make_normalizer(words.pop("normalizer"), 1)
         self.score = make_score(words.pop("score"), 1, embed_dim, embed_dim, **words)
         self.view = CoarseView(in_chans, embed_dim, glimpse_size, stride, coarse)
@@ -148,31 +151,30 @@ class GlimpseNet(nn.Module):
         down, across = (torch.arange(n, device=device) * self.stride for n in self.grid(size))
         return torch.cartesian_prod(down, across).view(-1, 2)
 
-    def _search(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, 1, K, D) queries and (B, 1, places, D) keys."""
-        keys = self.view(images)[:, None]
-        return self.query.to(keys.dtype).expand(len(images), 1, -1, -1), keys
-
     def weights(self, images: Tensor) -> Tensor:
-        """(B, K, places) which places are looked at: drawn anew in training, the most probable in evaluation."""
-        q, k = self._search(images)
-        return attention_weights(q, k, score=self.score, normalizer=self.normalizer)[:, 0]
+        """(B, K, places) which places are looked at: drawn anew in training, the most probable in evaluation.
 
-    def probabilities(self, images: Tensor) -> Tensor:
-        """(B, K, places) from which places are drawn."""
-        q, k = self._search(images)
-        return attention_weights(q, k, score=self.score)[:, 0]
+        A place is looked at once: each glimpse chooses among those that earlier ones left.
+        """
+        keys = self.view(images)[:, None]  # (B, 1, places, D)
+        queries = self.query.to(keys.dtype).expand(len(images), 1, -1, -1)
+        left, chosen = None, []
+        for query in queries.split(1, dim=2):
+            weights = attention_weights(query, keys, score=self.score, normalizer=self.normalizer, mask=left)
+            chosen.append(weights[:, 0])
+            if self.one_place:
+                left = weights == 0 if left is None else left & (weights == 0)
+        return torch.cat(chosen, dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) → (B, classes)."""
         height, width = images.shape[-2:]
-        q, k = self._search(images)
         pixels = patches(images, self.glimpse_size, self.stride)  # (B, places, C · size²)
         corners = self.corners((height, width), images.device).to(pixels.dtype)
         scale = corners.new_tensor([height, width]) - self.glimpse_size
         places = 2 * corners / scale.clamp_min(1) - 1  # -1 ... 1
-        values = torch.cat([pixels, places.expand(len(images), -1, -1)], dim=-1)[:, None]
-        seen = attend(q, k, values, score=self.score, normalizer=self.normalizer, kernel=self.kernel)[:, 0]
+        values = torch.cat([pixels, places.expand(len(images), -1, -1)], dim=-1)
+        seen = self.weights(images).to(values.dtype) @ values
         x = self.glimpse(seen[..., :-2], seen[..., -2:])  # (B, K, D)
         # The mean, and not weights for each glimpse: at first one glimpse in 16 hits, and all learn from it
         return self.head(self.drop(F.gelu(self.hidden(x)).mean(dim=1)))

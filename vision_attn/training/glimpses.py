@@ -64,11 +64,12 @@ def where_it_looks(module: Any, images: Tensor) -> Tensor:
     """(N, K, 2) upper left corners of the glimpses that the model takes in evaluation: at the most probable places.
 
     Args:
-        module: a ``Classifier`` whose model has ``probabilities`` and ``corners``.
+        module: a ``Classifier`` whose model has ``weights`` and ``corners``.
         images: (N, 3, H, W) normalized.
     """
-    model = module.model
-    places = model.probabilities(images).argmax(-1)
+    model, was_training = module.model, module.model.training
+    places = model.eval().weights(images).argmax(-1)
+    model.train(was_training)
     return model.corners(tuple(images.shape[-2:]), places.device)[places]
 
 
