@@ -82,8 +82,8 @@ class Reinforce(nn.Module):
 
     The reward is 1 where the model is right and 0 where it is wrong (Mnih et al. 2014), so keys are drawn for accuracy
     while everything else follows the cross-entropy. Minus the cross-entropy would be one objective for both, but says
-    nearly nothing while the model knows nothing: on ``digits_canvas`` it had reached 29 % after nine epochs, the other
-    88 % (one run each).
+    nearly nothing while the model knows nothing: on ``digits_canvas`` a first form of ``glimpse_small_32`` had reached
+    29 % with it after nine epochs, and 88 % with the other (one run each).
 
     Args:
         in_chans: channels of the images.
