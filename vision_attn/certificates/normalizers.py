@@ -13,9 +13,19 @@ from torch import Tensor
 from vision_attn.attention import attention_weights
 from vision_attn.attention.checks import checking
 from vision_attn.attention.normalizers import collect_log_probs, log_weights, make_normalizer, resolve_normalizer
-from vision_attn.certificates.registry import DTYPES, EXACT, Setting, certificate, gap, gaps, gradients, holds, refuses
+from vision_attn.certificates.registry import (
+    ALSO_BF16,
+    EXACT,
+    Setting,
+    certificate,
+    gap,
+    gaps,
+    gradients,
+    holds,
+    refuses,
+)
 
-EVERY = (*DTYPES, torch.float16)
+EVERY = (*ALSO_BF16, torch.float16)
 
 
 @certificate(

@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, tor
 FLOAT32_INSIDE = {**TOLERANCE, torch.float64: 1e-5}
 """The same where something is float32 whatever the dtype, as recorded maps are."""
 EXACT = (torch.float64, torch.float32)
-DTYPES = (*EXACT, torch.bfloat16)
+ALSO_BF16 = (*EXACT, torch.bfloat16)
 
 
 class Skip(Exception):
@@ -133,7 +133,7 @@ def certificate(
     id: str,
     name: str,
     *,
-    dtypes: Iterable[torch.dtype] = DTYPES,
+    dtypes: Iterable[torch.dtype] = ALSO_BF16,
     tolerance: float | Mapping[torch.dtype, float] | None = None,
     kernel: bool = False,
     why_not: str = "",
