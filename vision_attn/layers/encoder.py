@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Attention, Layout
-from vision_attn.layers.mlp import Mlp
+from vision_attn.layers.mlp import make_mlp
 
 
 class DropPath(nn.Module):
@@ -53,9 +53,12 @@ class EncoderLayer(nn.Module):
         num_heads: attention heads.
         mlp_ratio: hidden width of the MLP as a multiple of D.
         pre_norm: normalize before each half (Xiong et al. 2020, arXiv 2002.04745), or after the residual sum.
+        norm_stream: with ``pre_norm``, the norm before the MLP also replaces the residual stream, as in the code of
+            the compact transformers (Hassani et al. 2021, arXiv 2104.05704).
         init_values: initial layer scale; None leaves it out.
         drop_path: probability that a sample skips a half (Huang et al. 2016, arXiv 1603.09382).
         dropout: after each projection.
+        mlp: ``mlp`` or ``swiglu``.
         act: activation of the MLP.
         norm_eps: ε of the layer norms.
         attention: what ``Attention`` takes beyond its width and heads.
@@ -68,20 +71,22 @@ class EncoderLayer(nn.Module):
         *,
         mlp_ratio: float = 4.0,
         pre_norm: bool = True,
+        norm_stream: bool = False,
         init_values: float | None = None,
         drop_path: float = 0.0,
         dropout: float = 0.0,
+        mlp: str = "mlp",
         act: str = "gelu",
         norm_eps: float = 1e-6,
         attention: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.pre_norm = pre_norm
+        self.pre_norm, self.norm_stream = pre_norm, norm_stream
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
         self.attn = Attention(dim, num_heads, proj_dropout=dropout, **(attention or {}))
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act=act, dropout=dropout)
+        self.mlp = make_mlp(mlp, dim, int(dim * mlp_ratio), act=act, dropout=dropout)
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -108,7 +113,8 @@ class EncoderLayer(nn.Module):
         rest = x if first is None else x[:, :first]
         x = rest + self.drop_path(self.ls1(self._attend(x, pos, bias, mask, layout, first)))
         if self.pre_norm:
-            return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+            tokens = self.norm2(x)
+            return (tokens if self.norm_stream else x) + self.drop_path(self.ls2(self.mlp(tokens)))
         x = self.norm1(x)
         return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
 
