@@ -22,6 +22,7 @@ from vision_attn.attention.scores import make_score
 
 DOTS = {"scaled_dot", "dot", "cosine", "general", "location"}  # bilinear forms, which fused kernels serve too
 NEEDS = {"gathered": "window", "favor": "performer"}  # patterns without which a kernel has nothing to do
+KERNELS = {name: kernel for name, kernel in KERNELS.items() if name != "flex"}  # each call of it compiles: test_flex.py
 ALL = list(itertools.product(SCORES, NORMALIZERS, KERNELS))
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 

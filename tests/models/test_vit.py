@@ -226,6 +226,12 @@ def test_pools_by_attention_at_any_size(name, pool):
         assert (gradient.abs().amax((0, 1)) > 0).all()  # the whole image is pooled, ragged regions too
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_lite_7_4_32"])
+def test_a_class_token_is_not_made_blind(name):
+    with pytest.raises(ValueError, match=r"it would see no patch\. Use global_pool='avg'"):
+        va.create_model(name, attention={"pattern": "causal"})
+
+
 def test_unknown_pool_is_refused_by_name():
     with pytest.raises(ValueError, match="global_pool='mean': choose token, avg, attention, hierarchical"):
         va.create_model("vit_tiny_patch16_224", global_pool="mean")

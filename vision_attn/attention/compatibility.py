@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from vision_attn.attention.config import LOW_RANK
-from vision_attn.attention.kernels import KERNELS
+from vision_attn.attention.kernels import KERNELS, Request, normalizer_name
 from vision_attn.attention.layout import Layout
+from vision_attn.attention.linear import Linformer
 from vision_attn.attention.masks import causal_mask
 from vision_attn.attention.multihead import Attention
 from vision_attn.attention.normalizers import NORMALIZERS
-from vision_attn.attention.patterns import PATTERNS
+from vision_attn.attention.patterns import PATTERNS, Pattern
 from vision_attn.attention.positions import LAYER_POSITIONS
+from vision_attn.attention.relative import PairBias
 from vision_attn.attention.scores import SCORES
 
 GRID = (3, 5)
@@ -61,6 +63,8 @@ def objection(*, mask: str | None = None, cross: bool = False, train: bool = Fal
     context = torch.randn(2, n - 4, 16) if cross else None
     try:
         layer = Attention(16, 2, layout=layout, **chosen, **options)
+        if chosen.get("kernel") == "flex":  # it would be compiled for every pair: what it says about a call must do
+            return _flex_objection(layer, n, cross, train)
         x = torch.randn(2, n, 16, requires_grad=train)
         masks = {"causal": causal_mask(n), "padding": torch.arange(n).lt(n - 3).view(1, 1, 1, n)}
         if chosen.get("normalizer") == "sum":  # it takes no negative score, which is a matter of values
@@ -75,7 +79,23 @@ def objection(*, mask: str | None = None, cross: bool = False, train: bool = Fal
     return None
 
 
-def with_pattern(chosen: dict[str, str]) -> dict[str, str]:
+def _flex_objection(layer: Attention, n: int, cross: bool, train: bool) -> str | None:
+    """What flex says about a call on this machine's CPU."""
+    pattern = layer.pattern
+    if isinstance(pattern, Pattern) and cross:
+        pattern.check(n, n - 4, Layout(1, GRID))
+    request = Request(
+        "cpu", torch.float32, 2, 2, 2, n, n - 4 if cross else n, 8, training=train,
+        bias=isinstance(layer.position, PairBias),
+        dropout=layer.dropout if train else 0.0,
+        dot=layer.score.as_dot(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8)) is not None,
+        normalizer=normalizer_name(layer.normalizer),
+        pattern=getattr(pattern, "name", None) if not isinstance(pattern, Linformer) else None,
+    )  # fmt: skip
+    return KERNELS["flex"].why_not(request)
+
+
+def with_pattern(chosen: dict[str, str]) -> dict[str, Any]:
     """The same mechanisms, with a pattern for a kernel that serves nothing else."""
     kernel = chosen.get("kernel", "")
     return chosen if "pattern" in chosen or kernel not in PATTERN_OF else {**chosen, "pattern": PATTERN_OF[kernel]}

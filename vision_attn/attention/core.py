@@ -117,7 +117,9 @@ def pattern_name(o: Operands) -> str | None:
 
 
 def run(o: Operands, kernel: str) -> Tensor:
-    needs_grad = torch.is_grad_enabled() and (o.q.requires_grad or o.k.requires_grad or o.v.requires_grad)
+    learned = [] if o.position is None else list(o.position.parameters())
+    given = [x for x in (o.q, o.k, o.v, o.bias, *learned) if x is not None]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     request = Request(
         device=o.q.device.type,
         dtype=o.q.dtype,

@@ -215,7 +215,9 @@ def choose_kernel(name: str, request: Request) -> Kernel:
         ValueError: unknown name, or the kernel's objection to this request.
     """
     if name == "auto":
-        able = [kernel.name for kernel in KERNELS.values() if kernel.why_not(request) is None]
+        # flex compiles for every shape: only where it skips pairs on a GPU is it worth a thought, or the asking
+        skip = "" if request.pattern and request.device != "cpu" else "flex"
+        able = [name for name, kernel in KERNELS.items() if name != skip and kernel.why_not(request) is None]
         return KERNELS[able[0] if len(able) == 1 else kernel_table.fastest(request, able)]
     if name not in KERNELS:
         raise ValueError(f"unknown kernel {name!r}; there are: auto, {', '.join(KERNELS)}")

@@ -117,6 +117,8 @@ class Attention(nn.Module):
         self.pattern = _make_pattern(pattern, kv_heads, d, layout, pattern_options)
         self.position = make_layer_position(position, num_heads, d, layout)
         self._check_choice()
+        if isinstance(self.pattern, Pattern) and layout is not None and layout.length is not None:
+            self.pattern.check(layout.length, layout.length, layout)  # what does not fit is refused now
         values = 0 if tie_kv else self.kv_width
         if context_dim is None or context_dim == dim:
             self.qkv = nn.Linear(dim, self.q_width + self.kv_width + values, bias=qkv_bias)

@@ -397,3 +397,7 @@ class Location(Score):
             with torch.inference_mode(False):  # else the table could not serve a training step later
                 self.codes = sinusoidal_1d(m, self.codes.shape[1]).to(device)
         return self.codes[:m]
+
+
+# made now and not at the first call: that may be traced by torch.compile, which cannot look into a constructor
+_plain.update({name: cls() for name, cls in SCORES.items() if not cls.has_parameters})

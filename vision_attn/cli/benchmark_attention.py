@@ -54,6 +54,7 @@ def attention(argv: list[str]) -> int:
     from rich.console import Console
 
     from vision_attn import attention_benchmark, attention_report
+    from vision_attn.training.memory import keep_freed_memory
 
     names = _mechanisms(options.mechanisms, list(attention_benchmark.MECHANISMS))
     kind = options.device.split(":")[0]
@@ -63,6 +64,7 @@ def attention(argv: list[str]) -> int:
         raise UserError(f"--dtype {options.dtype}: choose float32, bfloat16 or float16")
     if options.threads:
         torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as fit does: else large tensors are fetched from the system, page by page, at every call
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)  # before the measurement, which is long
     with Console(stderr=True).status("measuring") as status:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention import Layout, attend, attention_weights
+from vision_attn.attention import AttentionConfig, Layout, attend, attention_weights
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import pair
 
@@ -200,3 +200,16 @@ def make_pool(name: str, dim: int, region: int = 4) -> nn.Module | None:
     if name == "hierarchical":
         return HierarchicalPool(dim, region)
     return {"seq": SequencePool, "attention": AttentionPool}[name](dim) if name in ("seq", "attention") else None
+
+
+def refuse_blind_token(config: AttentionConfig, global_pool: str) -> None:
+    """A class token stands in front of the patches: where attention is causal, it sees nothing but itself.
+
+    Raises:
+        UserError: causal attention with ``global_pool="token"``.
+    """
+    if config.pattern == "causal" and global_pool == "token":
+        raise UserError(
+            "pattern='causal' with global_pool='token': the class token comes first, so it would see no patch. "
+            "Use global_pool='avg'."
+        )

@@ -16,7 +16,7 @@ from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError, closest
 from vision_attn.layers.embed import pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
-from vision_attn.layers.pooling import make_pool
+from vision_attn.layers.pooling import make_pool, refuse_blind_token
 from vision_attn.layers.positions import GridPositions
 from vision_attn.layers.tokenizer import ConvTokenizer
 from vision_attn.models.registry import model_arguments, register_model
@@ -75,6 +75,7 @@ class CompactTransformer(GridPositions):
         if global_pool not in POOLS:
             raise UserError(f"global_pool={global_pool!r}: choose {', '.join(POOLS)}.")
         config = AttentionConfig.of(attention)
+        refuse_blind_token(config, global_pool)
         self.img_size = pair(img_size)
         self.global_pool = global_pool
         self.patch_embed = _tokenizer(in_chans, embed_dim, tokenizer or {})
@@ -134,10 +135,9 @@ class CompactTransformer(GridPositions):
 
     def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """(B, prefix + N, D) of a grid of tokens, by default the model's own → (B, num_classes)."""
-        if self.global_pool == "hierarchical":
-            return self.head(self.pool(x, grid or self.grid_size))
         if self.pool is not None:
-            return self.head(self.pool(x))
+            hierarchical = self.global_pool == "hierarchical"
+            return self.head(self.pool(x, grid or self.grid_size) if hierarchical else self.pool(x))
         return self.head(x[:, 0] if self.global_pool == "token" else x.mean(dim=1))
 
     def forward(self, x: Tensor) -> Tensor:

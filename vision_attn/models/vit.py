@@ -13,7 +13,7 @@ from vision_attn.attention import AttentionConfig, Layout
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import PatchEmbed, pair
 from vision_attn.layers.encoder import EncoderLayer, drop_path_rates
-from vision_attn.layers.pooling import make_pool
+from vision_attn.layers.pooling import make_pool, refuse_blind_token
 from vision_attn.layers.positions import GridPositions
 from vision_attn.models.registry import register_model
 
@@ -77,6 +77,7 @@ class VisionTransformer(GridPositions):
         if global_pool == "token" and not class_token:
             raise UserError("global_pool='token' needs class_token=True; or choose global_pool='avg'")
         config = AttentionConfig.of(attention)
+        refuse_blind_token(config, global_pool)
         self.img_size = pair(img_size)
         self.global_pool = global_pool
         self.all_tokens = False  # for those who look at the last layer's other tokens, which the head may not read
@@ -143,10 +144,9 @@ class VisionTransformer(GridPositions):
             x = x[:, 0]
         elif self.global_pool == "avg":
             x = patches.mean(dim=1)
-        elif self.global_pool == "hierarchical":
-            x = self.pool(patches, grid or self.grid_size)
-        else:
-            x = self.pool(patches)
+        elif self.pool is not None:
+            hierarchical = self.global_pool == "hierarchical"
+            x = self.pool(patches, grid or self.grid_size) if hierarchical else self.pool(patches)
         return self.head(self.head_drop(self.fc_norm(x)))
 
     def forward(self, x: Tensor) -> Tensor:
