@@ -26,6 +26,9 @@ def small(name: str, **more):
         args |= {"img_size": (2 * defaults["patch_size"], 3 * defaults["patch_size"])}
     if "depth" in defaults and "embed_dim" in defaults:
         args |= {"depth": 3, "embed_dim": 16 * defaults["num_heads"]}
+    if "depths" in defaults:
+        p = defaults["patch_size"]
+        args |= {"img_size": (6 * p, 8 * p), "depths": [2, 1], "num_heads": [2, 3], "embed_dim": 18, "window_size": 4}
     if "widths" in defaults:
         args |= {"widths": [11, 13, 17]}
     elif "width" in defaults:

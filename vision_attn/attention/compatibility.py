@@ -24,6 +24,7 @@ GRID = (3, 5)
 EXAMPLES: dict[str, dict[str, Any]] = {
     "window": {"window": 2},
     "window_2d": {"window": 1},
+    "shifted_windows": {"window": 2, "shift": 1},
     "strided": {"stride": 3},
     "longformer": {"window": 2, "num_global": 1},
     "bigbird": {"block_size": 2, "num_random": 1, "num_global": 1},

@@ -15,6 +15,7 @@ LOW_RANK = ("linformer", "performer")
 SCORE_OPTIONS = ("temperature", "max_keys", "hidden")
 PATTERN_OPTIONS = (
     "window",
+    "shift",
     "stride",
     "num_global",
     "num_random",
@@ -37,7 +38,9 @@ class AttentionConfig:
         hidden: of the ``additive`` and ``concat`` scores: their hidden width.
         normalizer: how scores become weights; see ``vision_attn.attention.NORMALIZERS``.
         pattern: which pairs may meet; see ``vision_attn.attention.PATTERNS``, and ``linformer`` and ``performer``.
-        window: radius of ``window``, ``window_2d`` and ``longformer``: tokens on each side.
+        window: radius of ``window``, ``window_2d`` and ``longformer``: tokens on each side. Of ``shifted_windows`` the
+            side of a window.
+        shift: of ``shifted_windows``: rows and columns by which the windows are moved.
         stride: of ``strided``.
         num_global: of ``longformer`` and ``bigbird``: global tokens beside class and register tokens.
         num_random: of ``bigbird``: random blocks per block of queries.
@@ -64,6 +67,7 @@ class AttentionConfig:
     normalizer: str | None = None
     pattern: str | None = None
     window: int | None = None
+    shift: int | None = None
     stride: int | None = None
     num_global: int | None = None
     num_random: int | None = None

@@ -18,11 +18,15 @@ from vision_attn.attention.linear import Linformer, Performer
 from vision_attn.attention.normalizers import make_normalizer
 from vision_attn.attention.patterns import Pattern, make_pattern
 from vision_attn.attention.positions import make_layer_position
-from vision_attn.attention.projections import TwoStep
+from vision_attn.attention.projections import QueryValueBias, TwoStep
 from vision_attn.attention.recorder import Recorder
 from vision_attn.attention.relative import PairBias
 from vision_attn.attention.rotary import Rotary
 from vision_attn.attention.scores import Score, make_score
+from vision_attn.attention.windows import Folding, ShiftedWindows, as_heads, as_sequences
+
+MASKING = ("gathered", "flex")
+"""Kernels that find their way through windows themselves."""
 
 
 def _make_pattern(
@@ -68,6 +72,7 @@ class Attention(nn.Module):
         dropout: probability of dropping an attention weight in training.
         proj_dropout: probability of dropping an entry of the result in training.
         qkv_bias, proj_bias: whether the projections have biases.
+        key_bias: whether that of the keys has one, where ``qkv_bias`` is set.
         **options: of the score (``temperature``, …) and the pattern (``window``, ``num_random``, …); see
             ``AttentionConfig``.
 
@@ -97,6 +102,7 @@ class Attention(nn.Module):
         proj_dropout: float = 0.0,
         qkv_bias: bool = True,
         proj_bias: bool = True,
+        key_bias: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -115,12 +121,21 @@ class Attention(nn.Module):
         self.score = make_score(score, num_heads, d, **score_options)
         self.normalizer = make_normalizer(normalizer, num_heads)
         self.pattern = _make_pattern(pattern, kv_heads, d, layout, pattern_options)
+        if isinstance(self.pattern, ShiftedWindows):
+            layout = self.pattern.of_window(layout or Layout())
         self.position = make_layer_position(position, num_heads, d, layout)
+        if isinstance(self.pattern, ShiftedWindows) and self.position is not None:
+            self.position.windows = self.pattern
         self._check_choice()
         if isinstance(self.pattern, Pattern) and layout is not None and layout.length is not None:
             self.pattern.check(layout.length, layout.length, layout)  # what does not fit is refused now
         values = 0 if tie_kv else self.kv_width
-        if context_dim is None or context_dim == dim:
+        self.qkv: nn.Linear
+        if not key_bias and qkv_bias:
+            if context_dim is not None:
+                raise ValueError("key_bias=False is for self-attention; leave out context_dim, or set qkv_bias=False")
+            self.qkv = QueryValueBias(dim, self.q_width, self.kv_width, values)
+        elif context_dim is None or context_dim == dim:
             self.qkv = nn.Linear(dim, self.q_width + self.kv_width + values, bias=qkv_bias)
         else:  # keys and values come from tokens of another width
             self.q = nn.Linear(dim, self.q_width, bias=qkv_bias)
@@ -177,7 +192,7 @@ class Attention(nn.Module):
     def _linear(self, x: Tensor, start: int, stop: int) -> Tensor:
         """The rows ``start … stop`` of the fused projection."""
         layer = self.qkv if hasattr(self, "qkv") else self.kv
-        bias = layer.bias
+        bias = layer.whole_bias() if isinstance(layer, QueryValueBias) else layer.bias
         return nn.functional.linear(x, layer.weight[start:stop], None if bias is None else bias[start:stop])
 
     def _project(
@@ -237,32 +252,72 @@ class Attention(nn.Module):
             (B, N, D).
         """
         layout = layout or Layout()
+        if isinstance(self.pattern, ShiftedWindows):
+            self.pattern.check(x.shape[1], x.shape[1] if context is None else context.shape[1], layout)
+            folding = None if self.kernel in MASKING else self.pattern.folding(layout, x.device)
+            if folding is not None and all(given is None for given in (context, query_pos, key_pos, bias, mask)):
+                return self._in_windows(x, layout, folding)
+        q, k, v = self._prepare(x, context, query_pos, key_pos, layout)
+        with without_autocast(q):
+            o = self._operands(q, k, v, bias, mask, self.pattern, layout)
+            out = run(o, self.kernel)
+        if self.recorder is not None:
+            self.recorder.keep(self.recorded_as, o)
+        return self._finish(out)
+
+    def _prepare(
+        self, x: Tensor, context: Tensor | None, query_pos: Tensor | None, key_pos: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projected, normalized and turned: (B, H, N, d) queries, (B, G, M, d) keys and values."""
         q, k, v = self._project(x, context, query_pos, key_pos)
         if self.second is not None:
             q, k, v = self.second(q, k, v)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.position is not None:
             self._check_sequence(q.shape[2], k.shape[2], layout)
-        with without_autocast(q):
-            if isinstance(self.position, Rotary):
+        if isinstance(self.position, Rotary):
+            with without_autocast(q):
                 q, k = self.position.rotate(q, layout), self.position.rotate(k, layout)
-            o = operands(
-                q,
-                k,
-                v,
-                score=self.score,
-                bias=bias,
-                mask=mask,
-                normalizer=self.normalizer,
-                dropout=self.dropout if self.training else 0.0,
-                pattern=self.pattern,
-                layout=layout,
-                position=self.position if isinstance(self.position, PairBias) else None,
-            )
-            out = run(o, self.kernel)
-        if self.recorder is not None:
-            self.recorder.keep(self.recorded_as, o)
-        out = out.transpose(1, 2).reshape(x.shape[0], x.shape[1], self.q_width)
+        return q, k, v
+
+    def _operands(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        pattern: Pattern | Linformer | Performer | None,
+        layout: Layout,
+    ) -> Operands:
+        return operands(
+            q,
+            k,
+            v,
+            score=self.score,
+            bias=bias,
+            mask=mask,
+            normalizer=self.normalizer,
+            dropout=self.dropout if self.training else 0.0,
+            pattern=pattern,
+            layout=layout,
+            position=self.position if isinstance(self.position, PairBias) else None,
+        )
+
+    def _in_windows(self, x: Tensor, layout: Layout, folding: Folding) -> Tensor:
+        """The tokens of a window together, all windows as one batch: (B, N, D) → (B, N, D)."""
+        q, k, v = self._prepare(folding.fold(x), None, None, None, folding.layout)  # (B · S, H, n, d)
+        with without_autocast(q):
+            o = self._operands(q, k, v, None, None, None, folding.layout)
+            out = run(as_heads(o, folding) or as_sequences(o, folding), self.kernel)
+            if self.recorder is not None:
+                q, k, v = (folding.unfold_heads(t) for t in (q, k, v))
+                self.recorder.keep(self.recorded_as, self._operands(q, k, v, None, None, self.pattern, layout))
+        return folding.unfold(self._finish(out.reshape(-1, self.num_heads, folding.size, self.head_dim)))
+
+    def _finish(self, out: Tensor) -> Tensor:
+        """(B, H, N, d) mixed values → (B, N, D)."""
+        out = out.transpose(1, 2).reshape(out.shape[0], out.shape[2], self.q_width)
         return self.proj_drop(self.proj(out))
 
     @staticmethod

@@ -183,3 +183,35 @@ def random_blocks(blocks: int, reach: int, number: int, seed: int) -> Tensor:
                 pick += (pick >= before).long()
             drawn = torch.cat([drawn, pick[:, None]], dim=1)
         return drawn + (drawn >= low[:, None]) * (high - low + 1)[:, None]
+
+
+def cells(
+    n: int, first: int, grid: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], rule: Rule
+) -> Plan:
+    """Windows that do not overlap and begin at ``shift``; they visit the ``first`` tokens and themselves.
+
+    Those at the borders are cut off there.
+    """
+
+    def runs(length: int, side: int, offset: int) -> tuple[Tensor, Tensor]:
+        """Along one side: the places in each window, and which of them are no padding."""
+        start = torch.arange(offset - side if offset else 0, length, side)
+        places = start[:, None] + torch.arange(side)
+        return places.clamp(0, length - 1), (places >= 0) & (places < length)
+
+    def both(down: Tensor, across: Tensor) -> tuple[Tensor, Tensor]:
+        """(windows down · windows across, places down · places across) of each."""
+        shape = (down.shape[0], across.shape[0], down.shape[1], across.shape[1])
+        down, across = down[:, None, :, None].expand(shape), across[None, :, None, :].expand(shape)
+        return down.flatten(2).flatten(0, 1), across.flatten(2).flatten(0, 1)
+
+    (down, real_down), (across, real_across) = (
+        runs(length, side, offset) for length, side, offset in zip(grid, window, shift, strict=True)
+    )
+    (row, column), (real_row, real_column) = both(down, across), both(real_down, real_across)
+    tokens = first + row * grid[1] + column
+    # Padding repeats a token of the same window, so as a query it does no harm; as a key it is hidden.
+    real = torch.cat([torch.ones(tokens.shape[0], first, dtype=torch.bool), real_row & real_column], dim=1)
+    keys = _with_first(tokens, first)
+    mask = rule(tokens[:, :, None], keys[:, None]) & real[:, None]
+    return _finish(tokens, keys, mask, n, first)

@@ -8,11 +8,13 @@ or by turning queries and keys (``rotary.py``).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vision_attn.attention.continuous import ContinuousBias
 from vision_attn.attention.layout import Layout
 from vision_attn.attention.relative import PairBias, RelativeBias, T5Bias
 from vision_attn.attention.rotary import AxialRotary, Rotary, SequenceRotary
@@ -21,6 +23,7 @@ TOKEN_POSITIONS = ("learned", "sinusoidal", "sinusoidal_1d", "none")
 LAYER_POSITIONS: dict[str, type[PairBias] | type[Rotary]] = {
     "t5": T5Bias,
     "relative_bias": RelativeBias,
+    "cpb": ContinuousBias,
     "rope": AxialRotary,
     "rope_1d": SequenceRotary,
 }
@@ -112,6 +115,14 @@ def token_position(kind: str, num_prefix: int, grid: tuple[int, int], dim: int) 
     return torch.cat([table.new_zeros(num_prefix, dim), table])[None], False
 
 
+def same_grid(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether two grids are equal for sure.
+
+    A side that is a symbol, while a graph for images of any size is exported, must not be compared: that would fix it.
+    """
+    return all(isinstance(side, int) for side in (*old, *new)) and tuple(old) == tuple(new)
+
+
 def resample_grid(position: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix: int = 0) -> Tensor:
     """Positions of a grid of patches at another grid size; those of prefix tokens are kept as they are.
 
@@ -123,7 +134,7 @@ def resample_grid(position: Tensor, old: tuple[int, int], new: tuple[int, int], 
     Returns:
         (1, num_prefix + new rows · new columns, D), by bicubic interpolation with antialiasing.
     """
-    if tuple(old) == tuple(new):
+    if same_grid(old, new):
         return position
     prefix, grid = position[:, :num_prefix], position[:, num_prefix:]
     if grid.shape[1] != old[0] * old[1]:

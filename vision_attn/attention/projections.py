@@ -6,6 +6,32 @@ import torch
 from torch import Tensor, nn
 
 
+class QueryValueBias(nn.Linear):
+    """A fused projection to queries, keys and values in which keys have no bias (Swin V2, BEiT).
+
+    With a softmax of dot products a bias of the keys changes nothing; with a cosine score it would.
+
+    Args:
+        dim: D.
+        queries, keys, values: widths; values may be 0, where the keys are the values.
+    """
+
+    def __init__(self, dim: int, queries: int, keys: int, values: int) -> None:
+        super().__init__(dim, queries + keys + values, bias=False)
+        self.keys = keys
+        self.q_bias = nn.Parameter(torch.zeros(queries))
+        self.v_bias = nn.Parameter(torch.zeros(values)) if values else None
+
+    def whole_bias(self) -> Tensor:
+        """(queries + keys + values,) with zeros for the keys."""
+        parts = [self.q_bias, self.q_bias.new_zeros(self.keys)]
+        return torch.cat(parts if self.v_bias is None else [*parts, self.v_bias])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) → (…, queries + keys + values)."""
+        return nn.functional.linear(x, self.weight, self.whole_bias())
+
+
 class TwoStep(nn.Module):
     """A second projection per head after the first: q^{i,h} = W^{q,h} q^i, where q^i = W^q x^i; for k and v alike.
 

@@ -6,12 +6,16 @@ A bias is defined per pair of token numbers, so that a kernel which visits only 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention.layout import Layout
+
+if TYPE_CHECKING:
+    from vision_attn.attention.windows import ShiftedWindows
 
 
 class PairBias(nn.Module):
@@ -22,9 +26,12 @@ class PairBias(nn.Module):
 
     Attributes:
         table: (E, H), learned.
+        windows: where tokens meet in windows only, places are those in a window, and all windows share one bias. What
+            is said of tokens of two windows then means nothing; a mask hides it.
     """
 
     table: nn.Parameter
+    windows: ShiftedWindows | None = None
 
     @classmethod
     def build(cls, num_heads: int, head_dim: int, layout: Layout | None) -> PairBias:
@@ -88,6 +95,9 @@ class PairBias(nn.Module):
             ValueError: numbers of tokens, or a layout, that do not fit.
         """
         check_one_sequence(n, m, layout)
+        if self.windows is not None:
+            i, j = self.windows.within(i, layout), self.windows.within(j, layout)
+            layout = self.windows.of_window(layout)
         entries = self.entries(layout)  # (E', H)
         index = self.index(i, j, layout, entries.shape[0]).long()
         # gather and not indexing or an embedding: its backward pass is 4 to 10 times faster on a CPU
@@ -96,7 +106,7 @@ class PairBias(nn.Module):
 
     def dense(self, n: int, m: int, layout: Layout, device: torch.device | str | None = None) -> Tensor:
         """(1, H, N, M): the bias of all pairs; arguments as for ``at``."""
-        device = self.table.device if device is None else device
+        device = next(self.parameters()).device if device is None else device
         i, j = torch.arange(n, device=device), torch.arange(m, device=device)
         return self.at(i[:, None], j[None, :], n, m, layout)[None]
 

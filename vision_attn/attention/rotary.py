@@ -7,11 +7,15 @@ arXiv 2104.09864). Nothing is learned, and as only q and k change, every dot-pro
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.attention.layout import Layout
+
+if TYPE_CHECKING:
+    from vision_attn.attention.windows import ShiftedWindows
 
 
 class Rotary(nn.Module):
@@ -23,11 +27,15 @@ class Rotary(nn.Module):
         head_dim: d.
         theta: the slowest pair turns about ``theta`` times slower than the fastest.
 
+    Attributes:
+        windows: where tokens meet in windows only, places are those in a window.
+
     Raises:
         ValueError: a head width that does not divide as the kind needs it.
     """
 
     needs: int = 2  # must divide the head width
+    windows: ShiftedWindows | None = None
 
     def __init__(self, head_dim: int, theta: float) -> None:
         super().__init__()
@@ -73,7 +81,12 @@ class Rotary(nn.Module):
         # Tensors that stand for others while shapes are traced get a table of their own.
         make = _compute_turns if torch.compiler.is_compiling() or type(x) is not Tensor else _kept_turns
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turn = make(self.axes(n, layout), layout.prefix, d, self.theta, dtype, x.device)[:n]
+        place = None
+        if self.windows is not None:
+            place = self.windows.within(torch.arange(n, device=x.device), layout)
+            layout = self.windows.of_window(layout)
+        turn = make(self.axes(n, layout), layout.prefix, d, self.theta, dtype, x.device)
+        turn = turn[:n] if place is None else turn[place]
         return turned(x.to(dtype), turn).to(x.dtype)
 
 

@@ -5,7 +5,7 @@ Each module here is a room of certificates; ``CERTIFICATES`` holds them all by i
 
 from __future__ import annotations
 
-from vision_attn.certificates import basics, cost, layers, models, normalizers, patterns, positions, scores
+from vision_attn.certificates import basics, cost, layers, models, normalizers, patterns, positions, scores, swin
 from vision_attn.certificates.registry import CERTIFICATES, Certificate, Result, Setting, certificate, ordered, run
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "positions",
     "run",
     "scores",
+    "swin",
 ]
