@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vision_attn.attention import masks, normalizers, patterns, relative, rotary, scores
+from vision_attn.attention import core, masks, multihead, normalizers, patterns, relative, rotary, scores, windows
 from vision_attn.attention.kernels import KERNELS, Operands
 from vision_attn.certificates import CERTIFICATES, run
 from vision_attn.certificates import layers as layer_certificates
@@ -69,6 +69,18 @@ FAULTS = {
             ((i - j).abs() % layout.grid[1] <= self.window) & ((i - j).abs() // layout.grid[1] <= self.window)
         ),
         "22c",
+    ),
+    "windows that are not shifted": (
+        windows.ShiftedWindows,
+        "sides",
+        lambda self, layout: ((self.window,) * 2, (0, 0)),
+        "31",
+    ),
+    "windows that wrap around the map": (
+        multihead,
+        "run_in_windows",
+        lambda o, folding, kernel: core.run(o, kernel),
+        "31 31c 31d",
     ),
     "rotary that does not turn": (rotary.Rotary, "rotate", lambda self, x, layout: x, "21 21d"),
     "rotary that stretches": (rotary, "turned", lambda x, turn: 2 * x, "21e"),

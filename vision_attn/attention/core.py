@@ -116,11 +116,12 @@ def pattern_name(o: Operands) -> str | None:
     return None if o.pattern is None else o.pattern.name
 
 
-def run(o: Operands, kernel: str) -> Tensor:
+def request_of(o: Operands) -> Request:
+    """What these operands ask of a kernel."""
     learned = [] if o.position is None else list(o.position.parameters())
     given = [x for x in (o.q, o.k, o.v, o.bias, *learned) if x is not None]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    request = Request(
+    return Request(
         device=o.q.device.type,
         dtype=o.q.dtype,
         batch=o.q.shape[0],
@@ -137,7 +138,11 @@ def run(o: Operands, kernel: str) -> Tensor:
         normalizer=normalizer_name(o.normalizer),
         pattern=pattern_name(o),
     )
-    return choose_kernel(kernel, request)(o)
+
+
+def run(o: Operands, kernel: str) -> Tensor:
+    """The result by a kernel of that name, or by the fastest."""
+    return choose_kernel(kernel, request_of(o))(o)
 
 
 def attend(

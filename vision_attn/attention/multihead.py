@@ -23,7 +23,7 @@ from vision_attn.attention.recorder import Recorder
 from vision_attn.attention.relative import PairBias
 from vision_attn.attention.rotary import Rotary
 from vision_attn.attention.scores import Score, make_score
-from vision_attn.attention.windows import Folding, ShiftedWindows, as_heads, as_sequences
+from vision_attn.attention.windows import Folding, ShiftedWindows, run_in_windows
 
 MASKING = ("gathered", "flex")
 """Kernels that find their way through windows themselves."""
@@ -309,11 +309,11 @@ class Attention(nn.Module):
         q, k, v = self._prepare(folding.fold(x), None, None, None, folding.layout)  # (B · S, H, n, d)
         with without_autocast(q):
             o = self._operands(q, k, v, None, None, None, folding.layout)
-            out = run(as_heads(o, folding) or as_sequences(o, folding), self.kernel)
+            out = run_in_windows(o, folding, self.kernel)
             if self.recorder is not None:
                 q, k, v = (folding.unfold_heads(t) for t in (q, k, v))
                 self.recorder.keep(self.recorded_as, self._operands(q, k, v, None, None, self.pattern, layout))
-        return folding.unfold(self._finish(out.reshape(-1, self.num_heads, folding.size, self.head_dim)))
+        return folding.unfold(self._finish(out))
 
     def _finish(self, out: Tensor) -> Tensor:
         """(B, H, N, d) mixed values → (B, N, D)."""

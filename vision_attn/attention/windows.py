@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import plans
-from vision_attn.attention.kernels import Operands
+from vision_attn.attention.core import request_of, run
+from vision_attn.attention.kernels import Operands, choose_kernel
 from vision_attn.attention.layout import Layout
 from vision_attn.attention.patterns import Pattern, register_pattern
 from vision_attn.attention.plans import Plan, Rule
@@ -165,29 +166,41 @@ def _fold(pattern: ShiftedWindows, layout: Layout, device: str) -> Folding:
 _kept_fold = functools.lru_cache(maxsize=64)(_fold)
 
 
-def as_sequences(o: Operands, folding: Folding) -> Operands:
-    """Operands of windows, (B · S, H, n, d), with their mask: each window is a sequence of its own."""
+def run_in_windows(o: Operands, folding: Folding, kernel: str) -> Tensor:
+    """The result (B · S, H, n, d) of windows that are the batch, with the mask of their shift."""
     if folding.mask is None:
-        return o
-    return dataclasses.replace(o, mask=folding.mask.repeat(o.q.shape[0] // folding.count, 1, 1, 1))
+        return run(o, kernel)
+    chosen = choose_kernel(kernel, dataclasses.replace(request_of(o), mask=True))
+    # Fused kernels read queries as the projection left them; written out, products want whole heads in memory anyway.
+    place = _as_heads if chosen.name == "explicit" else _as_sequences
+    return chosen(place(o, folding, folding.mask)).reshape(*o.q.shape[:3], -1)
 
 
-def as_heads(o: Operands, folding: Folding) -> Operands | None:
-    """The same with the windows in the place of heads, (B, S · H, n, d): bias and mask then serve the whole batch.
+def _as_sequences(o: Operands, folding: Folding, mask: Tensor) -> Operands:
+    """With bias and mask of every window in the batch."""
+    batch = o.q.shape[0] // folding.count
+    if o.position is None:
+        return dataclasses.replace(o, mask=mask.repeat(batch, 1, 1, 1))
+    return dataclasses.replace(o, bias=_masked_bias(o, folding, mask).repeat(batch, 1, 1, 1), position=None)
 
-    None where heads have parameters of their own, or share keys.
-    """
-    heads, n = o.q.shape[1], o.q.shape[2]
-    if folding.mask is None or o.scale is None or isinstance(o.normalizer, nn.Module) or o.k.shape[1] != heads:
-        return None
-    mask = folding.mask.expand(-1, heads, -1, -1).reshape(1, -1, n, n)
-    bias = None
-    if o.position is not None:
-        bias = o.position.dense(n, n, folding.layout, o.q.device)  # (1, H, n, n)
-        # No row of a window is empty, so −inf does as well as a mask, and kernels need not look for such rows.
-        bias = bias.masked_fill(~folding.mask, float("-inf")).reshape(1, -1, n, n)
+
+def _as_heads(o: Operands, folding: Folding, mask: Tensor) -> Operands:
+    """With the windows in the place of heads, (B, S · H, n, d): one bias and mask then serve the whole batch."""
+    heads, n = o.q.shape[1], folding.size
+    if o.scale is None or isinstance(o.normalizer, nn.Module) or o.k.shape[1] != heads:
+        return _as_sequences(o, folding, mask)  # heads have parameters of their own, or share keys
     q, k, v = (t.reshape(-1, folding.count * heads, n, t.shape[3]) for t in (o.q, o.k, o.v))
-    return dataclasses.replace(o, q=q, k=k, v=v, bias=bias, mask=None if bias is not None else mask, position=None)
+    if o.position is None:
+        mask = mask.expand(-1, heads, -1, -1).reshape(1, -1, n, n)
+        return dataclasses.replace(o, q=q, k=k, v=v, mask=mask)
+    return dataclasses.replace(o, q=q, k=k, v=v, bias=_masked_bias(o, folding, mask).view(1, -1, n, n), position=None)
+
+
+def _masked_bias(o: Operands, folding: Folding, mask: Tensor) -> Tensor:
+    """(S, H, n, n). No row of a window is empty, so −inf does as well as a mask, and nobody need look for such rows."""
+    assert o.position is not None
+    n = folding.size
+    return o.position.dense(n, n, folding.layout, o.q.device).masked_fill(~mask, float("-inf"))
 
 
 class _Reorder(torch.autograd.Function):
