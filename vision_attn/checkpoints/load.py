@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import resample_grid
-from vision_attn.checkpoints import cifar_resnet
+from vision_attn.checkpoints import layouts
+from vision_attn.checkpoints.claims import check_config, check_model
+from vision_attn.checkpoints.hints import read_hints
 from vision_attn.checkpoints.read import read_state_dict
-from vision_attn.errors import UserError
-from vision_attn.models import model_from_config
+from vision_attn.checkpoints.resample import resample
+from vision_attn.errors import UserError, closest
+from vision_attn.models import list_models, model_from_config
 
-# One module per foreign layout, each with matches(state) and convert(state) -> (state, config).
-FOREIGN = (cifar_resnet,)
+
+@dataclasses.dataclass
+class Opened:
+    """A checkpoint that was read but not yet built.
+
+    Attributes:
+        path: the file.
+        theirs: its tensors by its own names, without wrappers.
+        state: the tensors by our names.
+        config: what builds their model.
+        layout: the foreign layout, a module; None for our own format.
+    """
+
+    path: Path
+    theirs: dict[str, Tensor]
+    state: dict[str, Tensor]
+    config: dict[str, Any]
+    layout: Any = None
 
 
 def load_model(
@@ -27,18 +46,24 @@ def load_model(
     name: str | None = None,
     num_classes: int | None = None,
     img_size: int | Sequence[int] | None = None,
+    patch_size: int | Sequence[int] | None = None,
+    num_heads: int | None = None,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
     """Build the model that a checkpoint belongs to and fill it with the checkpoint's weights.
 
-    Nothing in the file is executed: tensors and plain values are all that is read.
+    Nothing in the file is executed: tensors and plain values are all that is read. Whose layout it is, sizes, depth and
+    options are read off the tensors: ours, timm's, torchvision's, transformers', Google's, those of the compact
+    transformers and of the CIFAR ResNets.
 
     Args:
-        path: a Lightning ``.ckpt`` of ours, a folder or file of ``save_model``, a run folder, or a foreign file
-            (CIFAR ResNets ``.th``).
-        name: the model, only for tensors that come without a description.
+        path: a Lightning ``.ckpt`` of ours, a folder or file of ``save_model``, a run folder, a foreign file
+            (``.pth .bin .safetensors .npz .th``), a folder of transformers or timm, or ``hf-hub:user/name``.
+        name: the model, only where the tensors cannot tell: ours, or timm's.
         num_classes: outputs wanted; when it differs from the checkpoint, the head starts afresh.
         img_size: side(s) of the images; when it differs, position embeddings are resampled.
+        patch_size: pixels per patch; when it differs, the projection of the patches is resampled too.
+        num_heads: heads of a ViT, only where neither its width, a name nor a ``config.json`` tells.
         device: where the model goes.
 
     Returns:
@@ -48,45 +73,93 @@ def load_model(
         UserError: the file cannot be read, does not say what it is, or does not fit the model.
 
     Warns:
-        UserWarning: the head was replaced.
+        UserWarning: the head was replaced, or something had to be assumed.
     """
-    state, meta = read_state_dict(path)
-    state, config = _describe(state, meta, name)
-    wanted = _adapted(config, num_classes, img_size)
+    opened = open_checkpoint(path, name=name, num_heads=num_heads, img_size=img_size)
+    return build(opened, num_classes=num_classes, img_size=img_size, patch_size=patch_size).to(device).eval()
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    num_heads: int | None = None,
+    img_size: int | Sequence[int] | None = None,
+) -> Opened:
+    """Read a checkpoint and find out what it is; arguments, errors and warnings as for ``load_model``."""
+    theirs, meta = read_state_dict(path)
+    file, config = meta["path"], meta["config"]
+    if config is not None:
+        if name is not None and name != config["name"]:
+            raise UserError(f"{file} holds a {config['name']}, not a {name}; leave out name=.")
+        return Opened(file, theirs, theirs, config)
+    hints = read_hints(file, name, num_heads, img_size, meta.get("arch"))
+    if name is not None:
+        _check_name(name)
+    try:
+        layout = layouts.identify(theirs)
+        if layout is not None:
+            state, config = layouts.describe(layout, theirs, hints)
+            return Opened(file, theirs, state, check_config(config, file, inferred=True), layout)
+    # what is taken for granted of a layout, somebody may have made up: tensors without axes, words for numbers
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise UserError(
+            f"{file}: its tensors, or the JSON files beside it, do not make sense: {type(error).__name__}: {error}"
+        ) from error
+    if name is None:
+        raise UserError(
+            f"{file} holds {len(theirs)} tensors ({_some(theirs)}) and nothing that says which model they belong to. "
+            f'Name it: load_model(path, name="…").'
+        )
+    args: dict[str, Any] = {"num_classes": _classes(theirs, file)}
+    return Opened(file, theirs, theirs, {"task": "classification", "name": name, "args": args})
+
+
+def build(
+    opened: Opened,
+    *,
+    num_classes: int | None = None,
+    img_size: int | Sequence[int] | None = None,
+    patch_size: int | Sequence[int] | None = None,
+) -> nn.Module:
+    """The model of an opened checkpoint, filled, changed as asked for; errors and warnings as for ``load_model``."""
+    path, config, state = opened.path, opened.config, opened.state
+    if config["args"].get("num_classes") == 0 and num_classes is None:
+        raise UserError(
+            f"{path} has no head: it gives features, not classes. Say how many classes you want, and train them: "
+            f"num_classes=… (--num_classes)."
+        )
+    wanted = _adapted(config, num_classes, img_size, patch_size)
+    headless = config["args"].get("num_classes") == 0
+    as_saved = check_model(wanted if headless else config, state, path)  # takes no memory, whatever it claims
+    if not headless:
+        compare(as_saved, state, path)
     try:
         with torch.random.fork_rng(devices=[]):  # loading must not shift the caller's random numbers
             model = model_from_config(wanted)
     except ValueError as error:
-        raise UserError(f"{meta['path']}: cannot build its model {wanted['name']!r}: {error}") from error
+        raise UserError(f"{path}: cannot build its model {wanted['name']!r}: {error}") from error
     if wanted["args"].get("num_classes") != config["args"].get("num_classes"):
-        state = _without_head(state, model, config, wanted, meta["path"])
-    if wanted["args"].get("img_size") != config["args"].get("img_size"):
-        state = _resample_positions(state, model, config)
-    fill(model, state, meta["path"])
-    return model.to(device).eval()
+        state = _without_head(state, model, config, wanted, path)
+    if any(wanted["args"].get(key) != config["args"].get(key) for key in ("img_size", "patch_size")):
+        state = _resampled(state, model, config, wanted)
+    fill(model, state, path)
+    return model
 
 
-def _describe(
-    state: dict[str, Tensor], meta: Mapping[str, Any], name: str | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors under our names, and the configuration to build their model."""
-    path, config = meta["path"], meta["config"]
-    if config is None:
-        for layout in FOREIGN:
-            if layout.matches(state):
-                state, config = layout.convert(state)
-                break
-    if config is not None:
-        if name is not None and name != config["name"]:
-            raise UserError(f"{path} holds a {config['name']}, not a {name}; leave out name=.")
-        return state, config
-    if name is None:
-        raise UserError(
-            f"{path} holds {len(state)} tensors ({_some(state)}) and nothing that says which model they belong to. "
-            f'Name it: load_model(path, name="…").'
-        )
-    args: dict[str, Any] = {"num_classes": _classes(state, path)}
-    return state, {"task": "classification", "name": name, "args": args}
+def _check_name(name: str) -> None:
+    """Refuses a name that nobody has.
+
+    Raises:
+        UserError: with near names.
+    """
+    if name not in list_models() and name not in layouts.TORCHVISION:
+        from vision_attn.models.timm_cnn import timm_names
+
+        if name.split(".")[0] not in timm_names(name.split(".")[0]):
+            raise UserError(
+                f"unknown model {name!r}.{closest(name, list_models())} `vision-attn models` lists them all."
+            )
 
 
 def _classes(state: Mapping[str, Tensor], path: Path) -> int:
@@ -99,7 +172,10 @@ def _classes(state: Mapping[str, Tensor], path: Path) -> int:
 
 
 def _adapted(
-    config: Mapping[str, Any], num_classes: int | None, img_size: int | Sequence[int] | None
+    config: Mapping[str, Any],
+    num_classes: int | None,
+    img_size: int | Sequence[int] | None,
+    patch_size: int | Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """A copy of the configuration with the changes asked for."""
     wanted = copy.deepcopy(dict(config))
@@ -113,6 +189,8 @@ def _adapted(
         wanted["args"]["img_size"] = img_size if isinstance(img_size, int) else size
         if wanted.get("preprocess"):
             wanted["preprocess"]["size"] = size
+    if patch_size is not None:
+        wanted["args"]["patch_size"] = patch_size if isinstance(patch_size, int) else list(patch_size)
     return wanted
 
 
@@ -120,28 +198,30 @@ def _without_head(
     state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
 ) -> dict[str, Tensor]:
     """Replace the tensors of the head by the fresh ones of ``model``, and say so."""
-    prefix = getattr(model, "head_name", "head") + "."
-    fresh = {key: value for key, value in model.state_dict().items() if key.startswith(prefix)}
+    names = getattr(model, "head_names", None) or (getattr(model, "head_name", "head"),)
+    prefixes = tuple(f"{name}." for name in names)
+    fresh = {key: value for key, value in model.state_dict().items() if key.startswith(prefixes)}
     if not fresh:
         raise UserError(f"{path}: {wanted['name']} has no head to replace.")
     old, new = config["args"].get("num_classes"), wanted["args"]["num_classes"]
-    warnings.warn(
-        f"{path} was trained for {old} classes: the head ({', '.join(fresh)}) was replaced by a fresh one for {new} "
-        f"and has to be trained.",
-        stacklevel=3,
-    )
-    return {**{key: value for key, value in state.items() if not key.startswith(prefix)}, **fresh}
+    what = f"was trained for {old} classes: the head ({', '.join(fresh)}) was replaced by a fresh one"
+    if old == 0:
+        what = f"has no head: a fresh one ({', '.join(fresh)}) was added"
+    warnings.warn(f"{path} {what} for {new} and has to be trained.", stacklevel=4)
+    return {**{key: value for key, value in state.items() if not key.startswith(prefixes)}, **fresh}
 
 
-def _resample_positions(state: Mapping[str, Tensor], model: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Learned positions of the old grid at the grid of ``model``."""
-    old, own = state.get("pos_embed"), model.state_dict().get("pos_embed")
-    if old is None or own is None or not hasattr(model, "grid_size"):
-        return dict(state)
+def _resampled(
+    state: Mapping[str, Tensor], model: Any, config: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors at another image or patch size."""
+    before = copy.deepcopy(dict(config))
+    if "num_classes" in wanted["args"]:
+        before["args"]["num_classes"] = wanted["args"]["num_classes"]
     with torch.device("meta"):  # only its grid is asked for
-        before: Any = model_from_config(config)
-    prefix = getattr(model, "embedded_prefix", 0)
-    return {**state, "pos_embed": resample_grid(old, before.grid_size, model.grid_size, prefix)}
+        old: Any = model_from_config(before)
+    title = (config.get("extra") or {}).get("layout")
+    return resample(state, old, model, antialias=title not in layouts.UNFILTERED)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) -> None:
@@ -150,6 +230,11 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) -> Non
     Raises:
         UserError: names or shapes differ; the message counts them and names the first few.
     """
+    model.load_state_dict(compare(model, state, path))
+
+
+def compare(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) -> dict[str, Tensor]:
+    """The tensors that ``fill`` copies, if they are those of the model; errors as for ``fill``."""
     own = model.state_dict()
     # a counter that torch before 0.4.1 did not keep, and that only matters for norms without momentum
     counters = {key: own[key] for key in own if key.endswith(".num_batches_tracked")}
@@ -170,7 +255,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) -> Non
         known = getattr(model, "config", None)
         name = known["name"] if known else type(model).__name__
         raise UserError(f"{path} does not fit {name}: of {len(own)} tensors, {'; '.join(problems)}.")
-    model.load_state_dict(state)
+    return dict(state)
 
 
 def _some(keys: Sequence[str] | Mapping[str, Any], n: int = 3) -> str:

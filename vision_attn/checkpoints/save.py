@@ -36,14 +36,14 @@ def save_model(model: nn.Module, folder: str | Path) -> Path:
         inline, pretty = json.dumps(config), json.dumps(config, indent=2, ensure_ascii=False)
     except TypeError as error:
         raise UserError(f"model.config must hold plain values to be saved as JSON: {error}") from error
-    tensors = _owned(model.state_dict())
+    tensors = owned(model.state_dict())
     folder = Path(folder)
     atomic_write(folder / WEIGHTS_NAME, lambda path: save_file(tensors, str(path), metadata={CONFIG_KEY: inline}))
     atomic_write_text(folder / CONFIG_NAME, pretty + "\n")
     return folder
 
 
-def _owned(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def owned(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU tensors that share no memory: safetensors refuses views of one storage."""
     seen: set[int] = set()
     owned = {}

@@ -20,7 +20,8 @@ VERBS = {
     "test": "accuracy of a checkpoint on the test split",
     "predict": "classes and probabilities for images",
     "models": "list the models with their parameters and multiply-accumulates",
-    "check": "prove the attention mechanisms by their numeric identities",
+    "check": "prove the attention mechanisms by their identities, and a checkpoint against the library it is from",
+    "convert": "a checkpoint of any layout into our format, or into that of timm, transformers or torchvision",
     "benchmark": "measure attention kernels and models on this machine",
 }
 

@@ -27,8 +27,8 @@ POOLS = ("seq", "avg", "token", "attention", "hierarchical")
 class CompactTransformer(GridPositions):
     """Convolutional tokens → encoder layers → pooled → logits. (B, C, H, W) → (B, num_classes).
 
-    Pre-norm layers as in the paper's text. (Its code also normalises the residual stream itself between the
-    two halves of a layer; weights trained with it are not interchangeable.)
+    Pre-norm layers as in the paper's text. Its code also normalises the residual stream itself between the
+    two halves of a layer: ``norm_stream=True``. Weights trained with one are no use to the other.
 
     Args:
         img_size: pixels the positions are laid out for; other sizes are taken at any time, and the positions
@@ -41,6 +41,7 @@ class CompactTransformer(GridPositions):
             weighted mean with a hidden layer) or ``hierarchical`` (tokens → regions → image, by attention).
         pool_region: tokens on a side of a region, for ``hierarchical``.
         init_values: initial layer scale, None for none.
+        norm_stream: normalise the residual stream in the middle of each layer, as the authors' code does.
         qkv_bias: whether queries, keys and values have biases.
         drop_rate: dropout of the tokens, after positions are added.
         proj_drop: dropout after each projection.
@@ -65,6 +66,7 @@ class CompactTransformer(GridPositions):
         global_pool: str = "seq",
         pool_region: int = 4,
         init_values: float | None = None,
+        norm_stream: bool = False,
         qkv_bias: bool = False,
         drop_rate: float = 0.0,
         proj_drop: float = 0.0,
@@ -91,6 +93,7 @@ class CompactTransformer(GridPositions):
                 embed_dim,
                 num_heads,
                 mlp_ratio=mlp_ratio,
+                norm_stream=norm_stream,
                 init_values=init_values,
                 drop_path=rate,
                 dropout=proj_drop,
@@ -122,7 +125,7 @@ class CompactTransformer(GridPositions):
         position = self.position_at(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         tokens = self.patch_embed(x)
         if self.cls_token is not None:
-            tokens = torch.cat([self.cls_token.to(tokens.dtype).expand(len(x), -1, -1), tokens], dim=1)
+            tokens = torch.cat([self.cls_token.to(tokens.dtype).expand(x.shape[0], -1, -1), tokens], dim=1)
         return self.pos_drop(tokens if position is None else tokens + position)
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -36,6 +36,13 @@ class VisionTransformer(GridPositions):
             or ``hierarchical`` (patches → regions → image, by attention).
         pool_region: patches on a side of a region, for ``hierarchical``.
         fc_norm: normalize after pooling instead of before; default: for all but ``token``.
+        distilled: a second token beside the class token, with a head of its own; the logits are the mean of the two
+            (DeiT: Touvron et al. 2020, arXiv 2012.12877).
+        pre_norm: normalize the tokens before the first layer too, and leave out the bias of the patches (CLIP: Radford
+            et al. 2021, arXiv 2103.00020).
+        norm_eps: ε of the layer norms.
+        mlp: ``mlp``, or ``swiglu`` (DINOv2's largest: Oquab et al. 2023, arXiv 2304.07193).
+        act: activation of the MLP: ``gelu``, ``gelu_tanh``, ``quick_gelu``, ``relu`` or ``silu``.
         init_values: initial layer scale, None for none.
         qkv_bias: whether queries, keys and values have biases.
         drop_rate: dropout of the pooled features.
@@ -46,6 +53,8 @@ class VisionTransformer(GridPositions):
     Raises:
         UserError: image and patch size that do not fit, or a pooling that needs a token that is not there.
     """
+
+    head_names = ("head", "head_dist")  # what is replaced for another number of classes
 
     def __init__(
         self,
@@ -64,6 +73,11 @@ class VisionTransformer(GridPositions):
         global_pool: str = "token",
         pool_region: int = 4,
         fc_norm: bool | None = None,
+        distilled: bool = False,
+        pre_norm: bool = False,
+        norm_eps: float = 1e-6,
+        mlp: str = "mlp",
+        act: str = "gelu",
         init_values: float | None = None,
         qkv_bias: bool = True,
         drop_rate: float = 0.0,
@@ -76,19 +90,24 @@ class VisionTransformer(GridPositions):
             raise UserError(f"global_pool={global_pool!r}: choose {', '.join(POOLS)}.")
         if global_pool == "token" and not class_token:
             raise UserError("global_pool='token' needs class_token=True; or choose global_pool='avg'")
+        if distilled and global_pool != "token":
+            raise UserError(f"distilled=True needs global_pool='token', not {global_pool!r}: its heads read two tokens")
         config = AttentionConfig.of(attention)
         refuse_blind_token(config, global_pool)
         self.img_size = pair(img_size)
         self.global_pool = global_pool
         self.all_tokens = False  # for those who look at the last layer's other tokens, which the head may not read
-        self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.distilled = distilled
+        self.num_prefix_tokens = int(class_token) + int(distilled) + reg_tokens
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, bias=not pre_norm)
         grid = self.patch_embed.grid(self.img_size)
         self.init_positions(
             config.for_tokens("learned"), 0 if no_embed_class else self.num_prefix_tokens, grid, embed_dim
         )
         self.cls_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 1e-6) if class_token else None
+        self.dist_token = nn.Parameter(torch.randn(1, 1, embed_dim) * 0.02) if distilled else None
         self.reg_token = nn.Parameter(torch.randn(1, reg_tokens, embed_dim) * 1e-6) if reg_tokens else None
+        self.norm_pre = nn.LayerNorm(embed_dim, eps=norm_eps) if pre_norm else nn.Identity()
         layer = {"qkv_bias": qkv_bias, "layout": self.layout(grid), **config.for_layer()}
         self.blocks = nn.ModuleList(
             EncoderLayer(
@@ -98,17 +117,25 @@ class VisionTransformer(GridPositions):
                 init_values=init_values,
                 drop_path=rate,
                 dropout=proj_drop,
+                mlp=mlp,
+                act=act,
+                norm_eps=norm_eps,
                 attention=layer,
             )
             for rate in drop_path_rates(drop_path, depth)
         )
         self.pool = make_pool(global_pool, embed_dim, pool_region)
         after_pool = global_pool != "token" if fc_norm is None else fc_norm
-        self.norm = nn.Identity() if after_pool else nn.LayerNorm(embed_dim, eps=1e-6)
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if after_pool else nn.Identity()
+        self.norm = nn.Identity() if after_pool else nn.LayerNorm(embed_dim, eps=norm_eps)
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if after_pool else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes)
+        self.head_dist = nn.Linear(embed_dim, num_classes) if distilled else None
         init_weights(self)
+        for block in self.blocks:  # as in timm, queries and keys are normalized with the ε of the other norms
+            for norm in (block.attn.q_norm, block.attn.k_norm):  # type: ignore[union-attr]
+                if isinstance(norm, nn.LayerNorm):
+                    norm.eps = norm_eps
 
     def layout(self, grid: tuple[int, int]) -> Layout:
         """How the tokens of such a grid of patches lie."""
@@ -116,18 +143,19 @@ class VisionTransformer(GridPositions):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that weight decay must leave alone."""
-        return {"pos_embed", "cls_token", "reg_token"}
+        return {"pos_embed", "cls_token", "dist_token", "reg_token"}
 
     def embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → (B, prefix + patches, D) tokens with positions."""
         position = self.position_at(self.patch_embed.grid((x.shape[-2], x.shape[-1])))
         tokens = self.patch_embed(x)
-        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        learned = (self.cls_token, self.dist_token, self.reg_token)
+        prefix = [t.expand(x.shape[0], -1, -1) for t in learned if t is not None]
         if position is not None and not self.embedded_prefix:
             tokens = tokens + position
         if prefix:
             tokens = torch.cat([*(t.to(tokens.dtype) for t in prefix), tokens], dim=1)
-        return tokens + position if position is not None and self.embedded_prefix else tokens
+        return self.norm_pre(tokens + position if position is not None and self.embedded_prefix else tokens)
 
     def forward_features(self, x: Tensor, *, first: int | None = None) -> Tensor:
         """(B, C, H, W) → (B, prefix + patches, D) after the last layer, or only the ``first`` tokens of it."""
@@ -139,6 +167,8 @@ class VisionTransformer(GridPositions):
 
     def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """(B, prefix + patches, D) of a grid of patches, by default the model's own → (B, num_classes)."""
+        if self.head_dist is not None:
+            return (self.head(self.head_drop(x[:, 0])) + self.head_dist(self.head_drop(x[:, 1]))) / 2
         patches = x[:, self.num_prefix_tokens :]
         if self.global_pool == "token":
             x = x[:, 0]
@@ -156,7 +186,7 @@ class VisionTransformer(GridPositions):
         layers. It computes all of them while attention is recorded, or where ``all_tokens`` is set.
         """
         watched = self.all_tokens or any(block.attn.recorder is not None for block in self.blocks)  # type: ignore[union-attr]
-        first = None if watched or self.global_pool != "token" else 1
+        first = None if watched or self.global_pool != "token" else 1 + self.distilled
         grid = self.patch_embed.grid((x.shape[-2], x.shape[-1]))
         return self.forward_head(self.forward_features(x, first=first), grid)
 
