@@ -46,6 +46,21 @@ def test_equals_timm(name, options):
     same_logits_and_gradients(ours, peer, torch.randn(2, 3, 35, 35, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deit_tiny_distilled_patch16_224", {"distilled": True}),
+        ("vit_base_patch32_clip_quickgelu_224", {"pre_norm": True, "norm_eps": 1e-5, "act": "quick_gelu"}),
+        ("vit_giant_patch14_dinov2", {"mlp": "swiglu", "mlp_ratio": 5.33334, "init_values": 1e-5}),
+    ],
+)
+def test_parts_of_other_families_equal_timm(name, options):
+    peer = randomise(timm.create_model(name, num_classes=11, **SMALL))
+    ours = va.create_model("vit_tiny_patch16_224", num_classes=11, **SMALL, **options)
+    ours.load_state_dict(peer.state_dict())
+    same_logits_and_gradients(ours, peer, torch.randn(2, 3, 35, 35, dtype=torch.float64))
+
+
 def test_qk_norm_equals_timm():
     peer = randomise(timm.create_model("vit_tiny_patch16_224", num_classes=11, **SMALL, qk_norm=True))
     ours = va.create_model("vit_tiny_patch16_224", num_classes=11, **SMALL, attention={"qk_norm": True})
@@ -199,6 +214,10 @@ def test_drop_path_grows_with_depth_and_sleeps_in_evaluation():
     [
         ({"img_size": 30, "patch_size": 7}, "does not divide the image size 30×30; patch sizes that do: 2, 3, 5"),
         ({"class_token": False}, "needs class_token=True"),
+        ({"distilled": True, "global_pool": "avg"}, "distilled=True needs global_pool='token', not 'avg'"),
+        ({"mlp": "glu"}, "mlp='glu': choose mlp or swiglu"),
+        ({"mlp": "swiglu", "embed_dim": 33, "num_heads": 3, "mlp_ratio": 1}, "33 is odd; choose another mlp_ratio"),
+        ({"act": "mish"}, "unknown activation 'mish'"),
         ({"global_pool": "max"}, "choose token, avg, attention, hierarchical"),
         ({"patch_sise": 8}, "Did you mean patch_size"),
         ({"attention": {"scor": "dot"}}, "Did you mean score"),
