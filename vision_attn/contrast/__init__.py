@@ -1,0 +1,1 @@
+"""Studies that compare how models overfit: a grid of trainings, what they measure, statistics and a report."""
