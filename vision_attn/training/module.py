@@ -99,7 +99,7 @@ class TrainingModule(pl.LightningModule):
         A run resumed in mid-epoch then draws the same dropout masks and takes the same rates as one that was
         never interrupted.
         """
-        _seed(step_seed(self.seed, self.current_epoch, batch_idx, self.global_rank), self.device)
+        seed_generators(step_seed(self.seed, self.current_epoch, batch_idx, self.global_rank), self.device)
         config = self.optimizer_config
         floor = config.min_lr / config.lr if config.lr else 0.0
         if self.budget_used is not None:
@@ -171,7 +171,7 @@ class TrainingModule(pl.LightningModule):
         checkpoint["hyper_parameters"] = {"config": self.model.config}
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the generators that a step may use.
 
     Not ``torch.manual_seed``: without a GPU that notes down a call, with its stack, for each kind of GPU that may
