@@ -7,6 +7,7 @@ Outside, tensors are ``(B, N, D)``; inside they are ``(B, H, N, d)``. A ``mask``
 from __future__ import annotations
 
 from vision_attn.attention import flex, gathered, tiled, windows  # noqa: F401  (importing registers kernels and a pattern)
+from vision_attn.attention.conditional import ConditionalAttention
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.attention.core import attend, attention_weights
 from vision_attn.attention.kernels import KERNELS, Kernel, Request, choose_kernel
@@ -34,6 +35,7 @@ __all__ = [
     "SCORES",
     "Attention",
     "AttentionConfig",
+    "ConditionalAttention",
     "Kernel",
     "Layout",
     "Recorder",

@@ -129,7 +129,19 @@ class Attention(nn.Module):
         self._check_choice()
         if isinstance(self.pattern, Pattern) and layout is not None and layout.length is not None:
             self.pattern.check(layout.length, layout.length, layout)  # what does not fit is refused now
-        values = 0 if tie_kv else self.kv_width
+        self._make_projections(dim, context_dim, qkv_bias=qkv_bias, key_bias=key_bias, proj_bias=proj_bias)
+        self.second = TwoStep(num_heads, kv_heads, d, tie_kv) if two_step else None
+        self.q_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
+        self.proj_drop = nn.Dropout(proj_dropout)
+        self.recorder: Recorder | None = None  # set by ``record``
+        self.recorded_as = ""
+
+    def _make_projections(
+        self, dim: int, context_dim: int | None, *, qkv_bias: bool, key_bias: bool, proj_bias: bool
+    ) -> None:
+        """The linear layers before and after: one for queries, keys and values where they come from equal tokens."""
+        values = 0 if self.tie_kv else self.kv_width
         self.qkv: nn.Linear
         if not key_bias and qkv_bias:
             if context_dim is not None:
@@ -140,13 +152,7 @@ class Attention(nn.Module):
         else:  # keys and values come from tokens of another width
             self.q = nn.Linear(dim, self.q_width, bias=qkv_bias)
             self.kv = nn.Linear(context_dim, self.kv_width + values, bias=qkv_bias)
-        self.second = TwoStep(num_heads, kv_heads, d, tie_kv) if two_step else None
-        self.q_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
         self.proj = nn.Linear(self.q_width, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(proj_dropout)
-        self.recorder: Recorder | None = None  # set by ``record``
-        self.recorded_as = ""
 
     def _check_choice(self) -> None:
         """Refuses what can never run, when the model is built and not in its first step."""
@@ -317,7 +323,7 @@ class Attention(nn.Module):
 
     def _finish(self, out: Tensor) -> Tensor:
         """(B, H, N, d) mixed values → (B, N, D)."""
-        out = out.transpose(1, 2).reshape(out.shape[0], out.shape[2], self.q_width)
+        out = out.transpose(1, 2).reshape(out.shape[0], out.shape[2], out.shape[1] * out.shape[3])
         return self.proj_drop(self.proj(out))
 
     @staticmethod

@@ -60,6 +60,7 @@ class DecoderLayer(nn.Module):
         attention: what the self-attention takes beyond its width and heads.
         cross_attention: the same for the cross-attention, which has its own choices: patterns and positions of one
             sequence mean nothing between two.
+        attention_type: class of both attention layers.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class DecoderLayer(nn.Module):
         norm_eps: float = 1e-6,
         attention: Mapping[str, Any] | None = None,
         cross_attention: Mapping[str, Any] | None = None,
+        attention_type: type[Attention] = Attention,
     ) -> None:
         super().__init__()
 
@@ -87,10 +89,10 @@ class DecoderLayer(nn.Module):
         self.pre_norm = pre_norm
         words, self.masks_future = causal_choice(attention) if causal else (dict(attention or {}), False)
         self.norm1 = nn.LayerNorm(dim, eps=norm_eps)
-        self.self_attn = Attention(dim, num_heads, proj_dropout=dropout, **words)
+        self.self_attn = attention_type(dim, num_heads, proj_dropout=dropout, **words)
         self.ls1 = scale()
         self.norm2 = nn.LayerNorm(dim, eps=norm_eps)
-        self.cross_attn = Attention(
+        self.cross_attn = attention_type(
             dim, num_heads, context_dim=context_dim, proj_dropout=dropout, **(cross_attention or {})
         )
         self.ls2 = scale()
@@ -110,6 +112,7 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None = None,
         context_bias: Tensor | None = None,
         context_mask: Tensor | None = None,
+        context_query_pos: Tensor | None = None,
         layout: Layout | None = None,
     ) -> Tensor:
         """(B, N, D) → (B, N, D).
@@ -121,8 +124,10 @@ class DecoderLayer(nn.Module):
             key_pos: (B or 1, M, C), added to the keys that come from the context, not to its values.
             bias, mask: of the self-attention, broadcastable to (B, H, N, N).
             context_bias, context_mask: of the cross-attention, broadcastable to (B, H, N, M).
+            context_query_pos: positions of the queries in the cross-attention, where they are others: (B, N, …).
             layout: how the tokens of ``x`` lie, for self-attention with a pattern or position that asks.
         """
+        asked_from = query_pos if context_query_pos is None else context_query_pos
         if self.masks_future:
             mask = merge_masks(mask, causal_mask(x.shape[1], device=x.device))
 
@@ -131,7 +136,7 @@ class DecoderLayer(nn.Module):
 
         def attend_context(x: Tensor) -> Tensor:
             return self.cross_attn(
-                x, context, query_pos=query_pos, key_pos=key_pos, bias=context_bias, mask=context_mask
+                x, context, query_pos=asked_from, key_pos=key_pos, bias=context_bias, mask=context_mask
             )
 
         drop = self.drop_path

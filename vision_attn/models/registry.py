@@ -20,6 +20,9 @@ _TASKS: dict[str, str] = {}
 COMMON = ("num_classes", "img_size", "in_chans", "attention")
 """What every model takes, beside its own arguments."""
 
+WITH_CLASSES = ("classification", "detection")
+"""Tasks whose models have ``num_classes``."""
+
 
 @overload
 def register_model(builder: Builder) -> Builder: ...
@@ -51,7 +54,7 @@ def list_models(pattern: str = "*", *, task: str | None = None) -> list[str]:
 
     Args:
         pattern: ``"swin*"``.
-        task: only models of this task, ``classification`` or ``sorting``; all by default.
+        task: only models of this task, ``classification``, ``detection`` or ``sorting``; all by default.
     """
     return sorted(name for name in _MODELS if fnmatchcase(name, pattern) and task in (None, _TASKS[name]))
 
@@ -71,7 +74,7 @@ def model_arguments(model: type[nn.Module] | nn.Module) -> dict[str, Any]:
 def create_model(
     name: str,
     *,
-    num_classes: int = 1000,
+    num_classes: int | None = None,
     img_size: int | tuple[int, int] | list[int] | None = None,
     in_chans: int = 3,
     attention: Mapping[str, Any] | AttentionConfig | None = None,
@@ -81,7 +84,8 @@ def create_model(
 
     Args:
         name: one of ``list_models()``, or any CNN of timm.
-        num_classes: width of the head; means nothing to a model of another task than classification.
+        num_classes: width of the head, 1000 by default; of a detector the kinds of objects, by default what its name is
+            known for. Means nothing to a model of another task.
         img_size: pixels, one number or (height, width); the model's own default otherwise.
         in_chans: channels of the images.
         attention: mechanism choices, see ``AttentionConfig``; for models with attention only.
@@ -97,12 +101,16 @@ def create_model(
     """
     chosen = AttentionConfig.of(attention).chosen()
     task = _TASKS.get(name, "classification")
-    given: dict[str, Any] = {"num_classes": num_classes} if task == "classification" else {}
+    if num_classes is None and task == "classification":
+        num_classes = 1000
+    given: dict[str, Any] = {}
+    if num_classes is not None and task in WITH_CLASSES:
+        given["num_classes"] = num_classes
     given["in_chans"] = in_chans
     if img_size is not None:
         given["img_size"] = img_size if isinstance(img_size, int) else list(img_size)
-    if num_classes < 1:
-        raise UserError(f"num_classes={num_classes}: a classifier needs at least one class")
+    if num_classes is not None and num_classes < 1:
+        raise UserError(f"num_classes={num_classes}: a model needs at least one class")
     if name in _MODELS:
         if chosen:
             given["attention"] = chosen
@@ -118,18 +126,23 @@ def create_model(
         model = built
     size = img_size or getattr(model, "img_size", None) or 32
     size = [size, size] if isinstance(size, int) else list(size)
+    if task == "detection":
+        given["num_classes"] = model.num_classes  # type: ignore[assignment]
+    args = {key: value for key, value in {**given, **kwargs}.items() if key not in getattr(model, "unsaved", ())}
     model.config = {  # type: ignore[assignment]
         "task": task,
         "name": name,
-        "args": {**given, **kwargs},
+        "args": args,
         "preprocess": {
             "size": size,
             "mean": [0.5] * in_chans,
             "std": [0.5] * in_chans,
             "interpolation": "bilinear",
             "crop_pct": 1.0,
+            **getattr(model, "preprocess", {}),
         },
         "labels": None,
+        **({"category_ids": None} if task == "detection" else {}),
         "extra": {},
     }
     return model

@@ -1,0 +1,1 @@
+"""What a detector needs beside its model: boxes, matching, losses, denoising queries, detections, average precision."""

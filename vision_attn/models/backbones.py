@@ -1,0 +1,202 @@
+"""What gives a detector its map of features: a light CNN, a ViT or a Swin of this zoo, a ResNet, any net of timm.
+
+A backbone maps images (B, C, H, W) to one map (B, channels, h, w) and says how wide and how coarse it is: ``channels``
+and ``stride``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vision_attn.errors import UserError, closest
+from vision_attn.models.registry import create_model, list_models
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+LIGHT: dict[str, tuple[int, ...]] = {"light_cnn": (32, 64, 128), "light_cnn_small": (48, 96, 192)}
+"""Widths of the halvings of the light CNNs."""
+
+
+class Residual(nn.Module):
+    """Two 3 × 3 convolutions beside a shortcut: (B, C, h, w) → (B, D, h / stride, w / stride), rounded up."""
+
+    def __init__(self, in_chans: int, out_chans: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_chans, out_chans, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_chans)
+        self.conv2 = nn.Conv2d(out_chans, out_chans, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_chans)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or in_chans != out_chans:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_chans, out_chans, 1, stride, bias=False), nn.BatchNorm2d(out_chans)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu_()))
+        return out.add_(self.shortcut(x)).relu_()
+
+
+class LightCNN(nn.Module):
+    """A convolution and residual blocks, each halving the image: (B, C, H, W) → (B, channels, H / 8, W / 8).
+
+    Small enough to be trained from nothing in minutes. Its norms are batch norms: in evaluation they look at no other
+    image and no other place, so padding does not move them, as it would the statistics of a group norm.
+
+    Args:
+        widths: channels after every halving.
+        in_chans: channels of the images.
+    """
+
+    def __init__(self, widths: Sequence[int], *, in_chans: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_chans, widths[0], 3, 2, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)
+        )
+        self.blocks = nn.Sequential(*(Residual(a, b, 2) for a, b in pairwise(widths)))
+        self.channels, self.stride = widths[-1], 2 ** len(widths)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, channels, h, w), sides rounded up."""
+        return self.blocks(self.stem(x))
+
+
+class ZooBackbone(nn.Module):
+    """The tokens of a ViT or the last map of a Swin of this zoo as a map.
+
+    Args:
+        body: of this zoo, without a head.
+    """
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+        self.swin = hasattr(body, "feature_channels")
+        self.channels: int = body.feature_channels[-1] if self.swin else body.norm.normalized_shape[0]
+        self.stride: int = body.feature_strides[-1] if self.swin else max(body.patch_embed.patch_size)
+        self.norm = nn.LayerNorm(self.channels) if self.swin else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, channels, h, w). Images of a ViT are filled up to whole patches with zeros."""
+        if self.swin:
+            found = self.body.forward_feature_maps(x)[-1]
+            return self.norm(found.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        rows, columns = self.body.patch_embed.patch_size
+        x = nn.functional.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+        grid = self.body.patch_embed.grid((x.shape[-2], x.shape[-1]))
+        tokens = self.body.forward_features(x)[:, self.body.num_prefix_tokens :]
+        return tokens.transpose(1, 2).unflatten(2, grid)
+
+
+class TimmBackbone(nn.Module):
+    """The last map of a net of timm (``features_only``).
+
+    Args:
+        name: timm's name.
+        in_chans: channels of the images.
+        norm: ``frozen``: batch norms that never change, for pretrained weights; or ``batch``.
+        **options: for ``timm.create_model``.
+
+    Raises:
+        UserError: timm has no such model, or not as a backbone, or takes no such option.
+    """
+
+    def __init__(self, name: str, *, in_chans: int = 3, norm: str = "batch", **options: Any) -> None:
+        import timm
+        from timm.layers import freeze_batch_norm_2d
+
+        super().__init__()
+        try:
+            self.body: Any = timm.create_model(
+                name, features_only=True, in_chans=in_chans, pretrained=False, **{"out_indices": (-1,), **options}
+            )
+        except (TypeError, RuntimeError, AssertionError) as error:
+            raise UserError(f"timm's {name} is no backbone with {options or 'these settings'}: {error}") from error
+        self.channels: int = self.body.feature_info.channels()[-1]
+        self.stride: int = self.body.feature_info.reduction()[-1]
+        if norm == "frozen":
+            self.body = freeze_batch_norm_2d(self.body)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, channels, h, w)."""
+        found = self.body(x)[-1]
+        return found.permute(0, 3, 1, 2) if found.shape[1] != self.channels else found  # timm's Swins put channels last
+
+
+def make_backbone(
+    name: str,
+    *,
+    in_chans: int = 3,
+    img_size: Sequence[int] | None = None,
+    weights: bool | str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A backbone by name.
+
+    Args:
+        name: one of ``LIGHT`` or ``RESNETS``, a ``vit…`` or ``swin…`` of this zoo, or a model of timm, which may be
+            written ``timm:name`` where a name is both.
+        in_chans: channels of the images.
+        img_size: (height, width), for those that lay out positions.
+        weights: True for the library's pretrained ones (needs the network), or a checkpoint file.
+        options: of the backbone: ``dilation`` and ``norm`` of a ResNet, ``norm`` and more of timm's, the arguments of
+            a model of the zoo, ``widths`` of a light CNN.
+
+    Raises:
+        UserError: unknown name, option or weights.
+    """
+    given = dict(options or {})
+    try:
+        backbone = _build(name, in_chans, img_size, given, bool(weights))
+    except TypeError as error:
+        raise UserError(f"backbone {name} does not take these options ({', '.join(given)}): {error}") from error
+    if weights:
+        from vision_attn.models.backbone_weights import load_weights
+
+        load_weights(backbone, name, weights)
+    return backbone
+
+
+def _build(
+    name: str, in_chans: int, img_size: Sequence[int] | None, options: dict[str, Any], pretrained: bool
+) -> nn.Module:
+    if name in LIGHT:
+        return LightCNN(**{"widths": LIGHT[name], **options}, in_chans=in_chans)
+    if name in RESNETS:
+        from vision_attn.models.resnet_backbone import ResNetBackbone
+
+        return ResNetBackbone(name, in_chans=in_chans, **options)
+    if name in list_models(task="classification") and name.startswith(("vit", "swin")):
+        if name.startswith("swin"):
+            options = {"features_only": True, **options}
+        model: Any = create_model(name, num_classes=1, in_chans=in_chans, img_size=_plain(img_size), **options)
+        if name.startswith("vit"):
+            drop_heads(model)
+        return ZooBackbone(model)
+    import timm
+
+    name = name.removeprefix("timm:")
+    if not timm.is_model(name.split(".")[0]):
+        known = [*LIGHT, *RESNETS, *list_models("vit*"), *list_models("swin*")]
+        raise UserError(f"unknown backbone {name!r}.{closest(name, known)} It may be one of timm's, too.")
+    return TimmBackbone(name, in_chans=in_chans, **{"norm": "frozen" if pretrained else "batch", **options})
+
+
+def _plain(img_size: Sequence[int] | None) -> list[int] | None:
+    return None if img_size is None else [int(side) for side in img_size]
+
+
+def drop_heads(model: Any) -> None:
+    """Takes what follows the tokens out of a ViT, and lets it normalize all of them."""
+    width = model.head.in_features
+    if isinstance(model.norm, nn.Identity):
+        model.norm = nn.LayerNorm(width, eps=1e-6)
+    for name in ("fc_norm", "head", "head_dist", "pool"):
+        setattr(model, name, nn.Identity())
