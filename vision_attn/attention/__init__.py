@@ -24,7 +24,7 @@ from vision_attn.attention.positions import (
     sinusoidal_2d,
     token_position,
 )
-from vision_attn.attention.recorder import Recorder, record
+from vision_attn.attention.recorder import Recordable, Recorder, Watch, record, recordable
 from vision_attn.attention.scores import SCORES, make_score
 
 __all__ = [
@@ -38,8 +38,10 @@ __all__ = [
     "ConditionalAttention",
     "Kernel",
     "Layout",
+    "Recordable",
     "Recorder",
     "Request",
+    "Watch",
     "attend",
     "attention_weights",
     "causal_mask",
@@ -52,6 +54,7 @@ __all__ = [
     "merge_masks",
     "padding_mask",
     "record",
+    "recordable",
     "resample_grid",
     "sinusoidal_1d",
     "sinusoidal_2d",

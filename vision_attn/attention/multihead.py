@@ -19,7 +19,7 @@ from vision_attn.attention.normalizers import make_normalizer
 from vision_attn.attention.patterns import Pattern, make_pattern
 from vision_attn.attention.positions import make_layer_position
 from vision_attn.attention.projections import QueryValueBias, TwoStep
-from vision_attn.attention.recorder import Recorder
+from vision_attn.attention.recorder import Recordable
 from vision_attn.attention.relative import PairBias
 from vision_attn.attention.rotary import Rotary
 from vision_attn.attention.scores import Score, make_score
@@ -48,7 +48,7 @@ def _make_pattern(
     return make_pattern(name, **options)
 
 
-class Attention(nn.Module):
+class Attention(Recordable):
     """Multi-head attention: the one module behind self-attention, cross-attention, windows and object queries.
 
     Order, as most of the field has it: project, normalize queries and keys per head, rotate, score, normalize, mix
@@ -134,8 +134,6 @@ class Attention(nn.Module):
         self.q_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(d, eps=1e-6) if qk_norm else nn.Identity()
         self.proj_drop = nn.Dropout(proj_dropout)
-        self.recorder: Recorder | None = None  # set by ``record``
-        self.recorded_as = ""
 
     def _make_projections(
         self, dim: int, context_dim: int | None, *, qkv_bias: bool, key_bias: bool, proj_bias: bool
@@ -268,7 +266,7 @@ class Attention(nn.Module):
             o = self._operands(q, k, v, bias, mask, self.pattern, layout)
             out = run(o, self.kernel)
         if self.recorder is not None:
-            self.recorder.keep(self.recorded_as, o)
+            self.recorder.keep(self.recorded_as, o, out)
         return self._finish(out)
 
     def _prepare(
@@ -318,7 +316,8 @@ class Attention(nn.Module):
             out = run_in_windows(o, folding, self.kernel)
             if self.recorder is not None:
                 q, k, v = (folding.unfold_heads(t) for t in (q, k, v))
-                self.recorder.keep(self.recorded_as, self._operands(q, k, v, None, None, self.pattern, layout))
+                whole = self._operands(q, k, v, None, None, self.pattern, layout)
+                self.recorder.keep(self.recorded_as, whole, out, folding.unfold_heads)
         return folding.unfold(self._finish(out))
 
     def _finish(self, out: Tensor) -> Tensor:
@@ -335,7 +334,3 @@ class Attention(nn.Module):
                 "in cross-attention use position='none', and query_pos and key_pos"
             )
         layout.check(n)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A recorder belongs to one block of code, never to a copied or saved module.
-        return {**self.__dict__, "recorder": None, "recorded_as": ""}

@@ -9,15 +9,72 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention.core import implied_weights
+from vision_attn.attention.core import implied_weights, operands, without_autocast
 from vision_attn.attention.kernels import Operands, weights_of
 from vision_attn.attention.masks import merge_masks, open_rows
+
+ROWS = 2**22  # weights that are computed at a time, beyond the result
+
+
+class Recordable(nn.Module):
+    """A module whose attention weights ``record`` can ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder: Recorder | None = None  # set by ``record``
+        self.recorded_as = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A recorder belongs to one block of code, never to a copied or saved module.
+        return {**self.__dict__, "recorder": None, "recorded_as": ""}
+
+
+class Watch(Recordable):
+    """Stands beside a call of ``attend`` or ``attention_weights`` that is no layer, so that it can be recorded too."""
+
+    def forward(self, q: Tensor, k: Tensor, **options: Any) -> None:
+        """Keeps the call for the recorder, if one is there; arguments as for ``attention_weights``."""
+        if self.recorder is not None:
+            with without_autocast(q):
+                self.recorder.keep(self.recorded_as, operands(q, k, k, **options))
+
+
+@dataclasses.dataclass
+class Call:
+    """What one call of a layer used.
+
+    Attributes:
+        operands: its tensors, of the chosen heads and rows where they can be chosen beforehand.
+        rows: indices of the query rows that ``operands`` holds; None for all.
+        heads: indices of the heads that ``operands`` holds; None for all.
+        picked: indices of the heads to choose from the weights; None where that is done already.
+        shape: (B, H, N, M) of the weights that will come out.
+        tokens: (N, M) of the whole layer.
+        values: (B, G, M, e) the values, where gradients are recorded.
+        gradient: (B, H, N, e) of the result, once a backward pass has brought it.
+    """
+
+    operands: Operands
+    rows: Tensor | None
+    heads: Tensor | None
+    picked: Tensor | None
+    shape: tuple[int, int, int, int]
+    tokens: tuple[int, int]
+    values: Tensor | None = None
+    gradient: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the weights take in float32."""
+        b, h, n, m = self.shape
+        return 4 * b * h * n * m
 
 
 def _rows(pair: Tensor | None, heads: Tensor | None, queries: Tensor | None) -> Tensor | None:
@@ -32,95 +89,189 @@ def _rows(pair: Tensor | None, heads: Tensor | None, queries: Tensor | None) -> 
 
 
 def _rows_of(o: Operands, heads: Tensor | None, queries: Tensor | None) -> Operands:
-    """What the chosen heads and rows need, with pattern and position written out for these rows alone."""
+    """What the chosen heads and rows need. Pattern and position are written out when weights are computed."""
     # Linformer's and Performer's maps are implied ones, over the keys as they were before
     q, k = o.q.detach(), (o.k if o.whole_k is None else o.whole_k).detach()
-    n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     bias, mask, some = (_rows(pair, heads, queries) for pair in (o.bias, o.mask, o.some))
+    if heads is not None:
+        q, k = q[:, heads], k[:, heads // group]
+    if queries is not None:
+        q = q[:, :, queries]
+    return dataclasses.replace(o, q=q, k=k, v=k, bias=bias, mask=mask, some=some, whole_k=None)
+
+
+def _dense(call: Call, start: int, stop: int) -> Operands:
+    """Rows ``start … stop`` of what a call kept, with pattern and position written out for these rows alone."""
+    o, (n, m) = call.operands, call.tokens
+    device = o.q.device
+    span = torch.arange(start, stop, device=device)
+    i = (span if call.rows is None else call.rows[start:stop])[:, None]
+    bias, mask, some = (_rows(pair, None, span) for pair in (o.bias, o.mask, o.some))
     if o.pattern is not None or o.position is not None:
-        i = (torch.arange(n, device=q.device) if queries is None else queries)[:, None]
-        j = torch.arange(m, device=q.device)[None]
+        j = torch.arange(m, device=device)[None]
         if o.position is not None:
             place = o.position.at(i, j, n, m, o.layout).detach()[None]
-            place = place if heads is None else place[:, heads]
+            place = place if call.heads is None else place[:, call.heads]
             bias = place if bias is None else bias + place
         if o.pattern is not None:
             mask = merge_masks(mask, o.pattern.allowed(i, j, n, o.layout)[None, None])
     if mask is not None:
         mask, some = open_rows(mask)
-    if heads is not None:
-        q, k = q[:, heads], k[:, heads // group]
-    if queries is not None:
-        q = q[:, :, queries]
+    q, k = o.q[:, :, start:stop].float(), o.k.float()
+    bias = None if bias is None else bias.float()
     return dataclasses.replace(
         o, q=q, k=k, v=k, bias=bias, mask=mask, some=some, pattern=None, position=None, whole_k=None
     )
+
+
+def _weights(call: Call) -> Tensor:
+    """(B, H, N, M) in float32. Rows are computed some at a time, so that no second tensor of that size is held."""
+    o, (b, _, n, m) = call.operands, call.shape
+    with without_autocast(o.q):
+        if o.low_rank is not None:
+            weights = o.finish(implied_weights(dataclasses.replace(o, q=o.q.float(), k=o.k.float())))
+            return weights if call.picked is None else weights[:, call.picked]
+        step = max(1, ROWS // (b * o.q.shape[1] * m))
+        if step >= n:
+            return _some(call, 0, n)
+        weights = o.q.new_empty(call.shape, dtype=torch.float32)
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            weights[:, :, start:stop] = _some(call, start, stop)
+        return weights
+
+
+def _some(call: Call, start: int, stop: int) -> Tensor:
+    o = _dense(call, start, stop)
+    weights = o.finish(weights_of(o))
+    return weights if call.picked is None else weights[:, call.picked]
 
 
 @dataclasses.dataclass
 class Recorder:
     """Collects what each attention layer used; ``weights()`` computes the maps.
 
+    A layer may run several times in one forward pass, as those of a decoder that works step by step do. Its maps are
+    then called ``name[0]``, ``name[1]`` …; but steps of one query each, over the same keys, are the rows of one map.
+
     Attributes:
         layers: ``"all"``, a shell wildcard, or names of attention layers.
         heads, queries: indices to keep; None keeps all. Memory falls accordingly.
-        calls: layer name -> what it used in its latest call.
+        gradients: also keep the values, and the gradient of each layer's result once a backward pass brings it.
+        calls: layer name -> what it used in the calls of the latest forward pass.
+        output: room for what the model gave.
     """
 
     layers: str | Sequence[str] = "all"
     heads: Sequence[int] | None = None
     queries: Sequence[int] | None = None
-    calls: dict[str, Operands] = dataclasses.field(default_factory=dict)
-    picked: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    gradients: bool = False
+    calls: dict[str, list[Call]] = dataclasses.field(default_factory=dict)
+    output: Any = None
 
     def wants(self, name: str) -> bool:
         """Whether the layer of that name is asked for."""
         if isinstance(self.layers, str):
             return self.layers == "all" or fnmatchcase(name, self.layers)
-        return name in self.layers
+        return any(name == asked or fnmatchcase(name, asked) for asked in self.layers)
 
-    def keep(self, name: str, o: Operands) -> None:
-        """Called by the layer during its forward pass."""
-        device, n = o.q.device, o.q.shape[2]
-        self._check(name, "head", self.heads, o.q.shape[1])
+    def keep(
+        self, name: str, o: Operands, out: Tensor | None = None, unfold: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Called by the layer during its forward pass.
+
+        Args:
+            name: of the layer.
+            o: what it used.
+            out: (B, H, N, e) what came out, where it was differentiated.
+            unfold: brings the gradient of ``out`` into that shape where it has another.
+        """
+        device, (h, n) = o.q.device, (o.q.shape[1], o.q.shape[2])
+        m = (o.k if o.whole_k is None else o.whole_k).shape[2]
+        self._check(name, "head", self.heads, h)
         self._check(name, "query", self.queries, n)
-        heads = None if self.heads is None else torch.as_tensor(list(self.heads), device=device) % o.q.shape[1]
+        heads = None if self.heads is None else torch.as_tensor(list(self.heads), device=device) % h
         queries = None if self.queries is None else torch.as_tensor(list(self.queries), device=device) % n
+        shape = (o.q.shape[0], h if heads is None else len(heads), n if queries is None else len(queries), m)
         # What has parameters per head, and the implied maps, are computed for all heads and picked from afterwards.
         together = o.scale is None or o.low_rank is not None or isinstance(o.normalizer, nn.Module)
-        self.picked.pop(name, None)
-        if together and heads is not None:
-            self.picked[name], heads = heads, None
         with torch.no_grad():
-            self.calls[name] = _rows_of(o, heads, queries)
+            kept = _rows_of(o, None if together else heads, queries)
+        call = Call(kept, queries, *((None, heads) if together else (heads, None)), shape, (n, m))
+        self.calls.setdefault(name, []).append(call)
+        if self.gradients and out is not None and out.requires_grad:
+            call.values = o.v.detach()
+
+            def bring(gradient: Tensor) -> None:
+                call.gradient = gradient if unfold is None else unfold(gradient)
+
+            out.register_hook(bring)
+
+    def forget(self) -> None:
+        """Drops what was kept: another forward pass begins."""
+        self.calls.clear()
 
     def implied(self, name: str) -> bool:
         """Whether a layer never had weights over its keys, so that its map is one that its result implies."""
-        return self.calls[name].low_rank is not None
+        return self.calls_of(name)[0].operands.low_rank is not None
 
     @staticmethod
     def _check(layer: str, what: str, asked: Sequence[int] | None, size: int) -> None:
         bad = [i for i in asked or () if not -size <= i < size]
         if bad:
-            raise ValueError(f"layer {layer!r} has no {what} {bad[0]}: it has {size}")
+            raise ValueError(f"layer {layer!r} has no {what} {bad[0]}: it has {size}, 0 to {size - 1}")
+
+    def names(self) -> list[str]:
+        """The names of all maps, in the order in which the layers ran."""
+        found = []
+        for name, calls in self.calls.items():
+            found += [name] if _one_map(calls) else [f"{name}[{step}]" for step in range(len(calls))]
+        return found
+
+    def calls_of(self, name: str) -> list[Call]:
+        """The calls that the map of that name is made of.
+
+        Raises:
+            ValueError: nothing of that name was recorded.
+        """
+        if name in self.calls and _one_map(self.calls[name]):
+            return self.calls[name]
+        layer, bracket, step = name.rpartition("[")
+        if bracket and layer in self.calls and step[:-1].isdigit() and int(step[:-1]) < len(self.calls[layer]):
+            return [self.calls[layer][int(step[:-1])]]
+        raise ValueError(f"nothing was recorded as {name!r}; there are: {', '.join(self.names()) or 'no maps'}")
+
+    def bytes(self) -> int:
+        """Memory that all maps together take in float32."""
+        return sum(call.bytes for calls in self.calls.values() for call in calls)
 
     @torch.no_grad()
     def weights(self, name: str) -> Tensor:
         """(B, H, N, M) weights of one layer in float32; rows sum to 1, or to 0 where nothing may be attended."""
-        o = self.calls[name]
-        q, k = o.q.float(), o.k.float()
-        with torch.autocast(o.q.device.type, enabled=False):
-            if o.low_rank is not None:
-                weights = implied_weights(dataclasses.replace(o, q=q, k=k))
-            else:
-                bias = None if o.bias is None else o.bias.float()
-                weights = weights_of(dataclasses.replace(o, q=q, k=k, bias=bias))
-            weights = o.finish(weights)
-        return weights[:, self.picked[name]] if name in self.picked else weights
+        calls = self.calls_of(name)
+        return _weights(calls[0]) if len(calls) == 1 else torch.cat([_weights(call) for call in calls], dim=2)
 
     def maps(self) -> dict[str, Tensor]:
         """Layer name -> weights, for every layer that ran."""
-        return {name: self.weights(name) for name in self.calls}
+        return {name: self.weights(name) for name in self.names()}
+
+
+def _one_map(calls: Sequence[Call]) -> bool:
+    return len(calls) == 1 or all(call.shape[2] == 1 and call.shape == calls[0].shape for call in calls)
+
+
+def recordable(model: nn.Module) -> dict[str, Recordable]:
+    """Name → every attention of a model that can be recorded, in the order of its modules."""
+    return {
+        name.replace("_orig_mod.", "").removesuffix(".watch"): module
+        for name, module in model.named_modules()
+        if isinstance(module, Recordable)
+    }
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
 
 
 @contextlib.contextmanager
@@ -130,14 +281,16 @@ def record(
     layers: str | Sequence[str] = "all",
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
+    gradients: bool = False,
 ) -> Iterator[Recorder]:
-    """Records the attention of ``model`` while the block runs.
+    """Records the attention of ``model`` while the block runs; of several forward passes, the latest.
 
     Args:
-        model: any model with attention layers of this core.
-        layers: ``"all"``, a shell wildcard such as ``"blocks.1*"``, or a list of names.
+        model: any model with attention layers of this core. A compiled one runs eagerly meanwhile.
+        layers: ``"all"``, a shell wildcard such as ``"blocks.1*"``, or a list of names and wildcards.
         heads: indices of heads to keep, all by default.
         queries: indices of query rows to keep, all by default.
+        gradients: also keep values, and gradients of the layers' results, see ``Call``.
 
     Yields:
         A ``Recorder``, to be asked for ``maps()`` or ``weights(name)`` after a forward pass.
@@ -145,21 +298,24 @@ def record(
     Raises:
         ValueError: no attention layer goes by the names asked for.
     """
-    from vision_attn.attention.multihead import Attention
-
-    recorder = Recorder(layers, heads, queries)
-    every = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    recorder = Recorder(layers, heads, queries, gradients)
+    every = recordable(model)
     if not every:
         raise ValueError(f"{type(model).__name__} has no attention layer of this core, so there is nothing to record")
-    missing = [] if isinstance(layers, str) else [name for name in layers if name not in every]
+    asked = [layers] if isinstance(layers, str) else list(layers)
+    missing = [a for a in asked if a != "all" and not any(name == a or fnmatchcase(name, a) for name in every)]
     chosen = {name: module for name, module in every.items() if recorder.wants(name)}
     if missing or not chosen:
-        asked = missing[0] if missing else layers
-        raise ValueError(f"no attention layer is called {asked!r}; there are: {', '.join(every)}")
+        what = missing[0] if missing else layers
+        raise ValueError(f"no attention layer is called {what!r}; there are: {', '.join(every)}")
     for name, module in chosen.items():
         module.recorder, module.recorded_as = recorder, name
+    handle = model.register_forward_pre_hook(lambda module, inputs: recorder.forget())
     try:
-        yield recorder
+        # A compiled graph has no place for a recorder. (Asking for the stance imports the compiler: seconds.)
+        with torch.compiler.set_stance("force_eager") if _is_compiled(model) else contextlib.nullcontext():
+            yield recorder
     finally:
+        handle.remove()
         for module in chosen.values():
             module.recorder, module.recorded_as = None, ""

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import attention_weights, sinusoidal_1d
+from vision_attn.attention import Watch, attention_weights, sinusoidal_1d
 from vision_attn.attention.normalizers import log_weights
 from vision_attn.attention.scores import make_score
 from vision_attn.layers.decoder import Decoder
@@ -39,6 +39,7 @@ class Pointer(nn.Module):
         bare = all(parameter.numel() < dim for parameter in self.score.parameters())
         self.query = nn.Linear(dim, dim, bias=False) if bare else nn.Identity()
         self.key = nn.Linear(dim, dim, bias=False) if bare else nn.Identity()
+        self.watch = Watch()
 
     def forward(self, queries: Tensor, elements: Tensor, mask: Tensor) -> Tensor:
         """Log-weights in float32 at least, −inf where the mask forbids.
@@ -53,7 +54,9 @@ class Pointer(nn.Module):
         """
         q, k = self.query(queries)[:, None], self.key(elements)[:, None]  # (B, 1, T, D), (B, 1, n, D)
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights = attention_weights(q.to(wide), k.to(wide), score=self.score, mask=mask, normalizer=log_weights)
+        q, k = q.to(wide), k.to(wide)
+        self.watch(q, k, score=self.score, mask=mask)
+        weights = attention_weights(q, k, score=self.score, mask=mask, normalizer=log_weights)
         return weights[:, 0].masked_fill(~mask, float("-inf"))  # the core gives zeros for a row without any
 
 

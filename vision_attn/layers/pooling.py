@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig, Layout, attend, attention_weights
+from vision_attn.attention import AttentionConfig, Layout, Watch, attend, attention_weights
 from vision_attn.errors import UserError
 from vision_attn.layers.embed import pair
 
@@ -29,10 +29,12 @@ class SequencePool(nn.Module):
         super().__init__()
         self.kernel = kernel
         self.query = nn.Parameter(nn.init.trunc_normal_(torch.empty(dim), std=0.02))
+        self.watch = Watch()
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x[:, None]  # (B, 1, N, D): one head
         query = self.query.to(x.dtype).expand(x.shape[0], 1, 1, -1)
+        self.watch(query, tokens, score="dot")
         return attend(query, tokens, tokens, score="dot", kernel=self.kernel)[:, 0, 0]
 
 
@@ -53,6 +55,7 @@ class AttentionPool(nn.Module):
         self.kernel = kernel
         self.key = nn.Linear(dim, hidden or dim)
         self.query = nn.Parameter(nn.init.trunc_normal_(torch.empty(hidden or dim), std=0.02))
+        self.watch = Watch()
 
     def _pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, N, D) sets → their query (B, S, 1, d) and keys (B, S, N, d): each set is a head of its own."""
@@ -71,6 +74,7 @@ class AttentionPool(nn.Module):
             return self.forward(x[:, None], mask=None if mask is None else mask[:, None])[:, 0]
         query, keys = self._pair(x)
         mask = None if mask is None else mask[..., None, :]
+        self.watch(query, keys, score="dot", mask=mask)
         return attend(query, keys, x, score="dot", mask=mask, kernel=self.kernel)[:, :, 0]
 
     def weights(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:

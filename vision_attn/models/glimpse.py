@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_attn.attention import AttentionConfig, attention_weights
+from vision_attn.attention import AttentionConfig, Layout, Watch, attention_weights
 from vision_attn.attention.normalizers import make_normalizer
 from vision_attn.attention.scores import make_score
 from vision_attn.errors import UserError
@@ -132,6 +132,7 @@ class GlimpseNet(nn.Module):
         self.score = make_score(words.pop("score"), 1, embed_dim, embed_dim, **words)
         self.view = CoarseView(in_chans, embed_dim, glimpse_size, stride, coarse)
         self.query = nn.Parameter(0.02 * torch.randn(num_glimpses, embed_dim))
+        self.glimpses = Watch()
         self.glimpse = GlimpseEncoder(in_chans, embed_dim, glimpse_size)
         self.hidden = nn.Linear(embed_dim, 2 * embed_dim)
         self.drop = nn.Dropout(dropout)
@@ -158,8 +159,10 @@ class GlimpseNet(nn.Module):
         """
         keys = self.view(images)[:, None]  # (B, 1, places, D)
         queries = self.query.to(keys.dtype).expand(len(images), 1, -1, -1)
+        layout = Layout(0, self.grid((images.shape[-2], images.shape[-1])))
         left, chosen = None, []
         for query in queries.split(1, dim=2):
+            self.glimpses(query, keys, score=self.score, normalizer=self.normalizer, mask=left, layout=layout)
             weights = attention_weights(query, keys, score=self.score, normalizer=self.normalizer, mask=left)
             chosen.append(weights[:, 0])
             if self.one_place:
