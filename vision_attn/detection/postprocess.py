@@ -1,0 +1,72 @@
+"""From a detector's outputs to detections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vision_attn.detection.boxes import cxcywh_to_xyxy
+
+Detections = dict[str, Tensor]
+
+
+@torch.no_grad()
+def postprocess(
+    outputs: dict[str, Any],
+    sizes: Tensor | Sequence[tuple[int, int]],
+    classification: str,
+    *,
+    topk: int = 100,
+    threshold: float = 0.0,
+) -> list[Detections]:
+    """The most likely objects of each image.
+
+    With ``softmax`` every query is one object of its likeliest class (Carion et al. 2020); with ``sigmoid`` the best
+    pairs of query and class are taken, so that a query may stand for several classes (Zhu et al. 2021).
+
+    Args:
+        outputs: of the model, ``pred_logits`` (B, N, K) and ``pred_boxes`` (B, N, 4).
+        sizes: (B, 2) height and width to give the boxes in, in pixels.
+        classification: ``softmax`` (the last class is no object) or ``sigmoid``.
+        topk: most objects of an image.
+        threshold: scores must be above it.
+
+    Returns:
+        Per image ``scores`` (k,), highest first, ``labels`` (k,), ``boxes`` (k, 4) as left, top, right, bottom in
+        pixels, and ``queries`` (k,), which query each comes from.
+    """
+    logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
+    if classification == "softmax":
+        scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+        scores, queries = scores.topk(min(topk, scores.shape[1]))
+        labels = labels.gather(1, queries)
+    else:
+        classes = logits.shape[-1]
+        flat = logits.sigmoid().flatten(1)
+        scores, places = flat.topk(min(topk, flat.shape[1]))
+        queries, labels = places // classes, places % classes
+    sizes = torch.as_tensor(sizes, device=boxes.device)
+    scale = sizes.flip(1).repeat(1, 2).to(boxes.dtype)  # (B, 4) as width, height, width, height
+    corners = cxcywh_to_xyxy(boxes.gather(1, queries[..., None].expand(-1, -1, 4))) * scale[:, None]
+    kept = (scores > threshold).sum(1).tolist() if threshold > 0 else [scores.shape[1]] * len(scores)
+    parts = {"scores": scores, "labels": labels, "boxes": corners, "queries": queries}
+    return [{name: part[i, :k] for name, part in parts.items()} for i, k in enumerate(kept)]
+
+
+def nms(detections: Sequence[Detections], iou_threshold: float = 0.5) -> list[Detections]:
+    """Non-maximum suppression within classes, for comparison: a set predictor should not need it.
+
+    Args:
+        detections: from :func:`postprocess`.
+        iou_threshold: boxes of a class that overlap a better one by more are dropped.
+
+    Returns:
+        What is left, highest scores first.
+    """
+    from torchvision.ops import batched_nms
+
+    kept = [batched_nms(d["boxes"], d["scores"], d["labels"], iou_threshold) for d in detections]
+    return [{name: part[keep] for name, part in d.items()} for d, keep in zip(detections, kept, strict=True)]
