@@ -1,0 +1,259 @@
+"""A study from its configuration to its folder: plan, resume, run, report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from vision_attn import __version__
+from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.contrast.cells import plan_cells, plan_trials
+from vision_attn.contrast.config import ContrastConfig
+from vision_attn.contrast.matching import Size, check_match, measure_models
+from vision_attn.contrast.results import (
+    STAMP,
+    Cell,
+    Result,
+    Study,
+    choose_rates,
+    load_study,
+    read_result,
+    read_study_json,
+    write_cell,
+    write_json,
+    write_result,
+)
+from vision_attn.contrast.subsets import StudyData, check_subsets, load_data
+from vision_attn.contrast.training import Outcome, pick_device
+from vision_attn.errors import UserError
+
+
+class Executor(Protocol):
+    """Runs cells somewhere and gives what they gave, in the order in which they end."""
+
+    def run(self, cells: list[Cell], started: Callable[[Cell], None]) -> Iterator[tuple[Cell, Outcome]]:
+        """All of ``cells``; ``started`` is told when one begins."""
+        ...
+
+
+@dataclass
+class Plan:
+    """A study before anything is trained.
+
+    Attributes:
+        config: what was asked for.
+        data: the images.
+        models: the models and their costs.
+        match: see :func:`~vision_attn.contrast.matching.check_match`.
+        trials: the trainings that choose learning rates.
+        cells: the grid, without learning rates.
+    """
+
+    config: ContrastConfig
+    data: StudyData
+    models: list[Size]
+    match: dict[str, Any]
+    trials: list[Cell]
+    cells: list[Cell]
+
+    @property
+    def stamp(self) -> dict[str, str]:
+        """What every file of the study carries."""
+        return dict(zip(STAMP, (self.config.hash(), self.data.hash, __version__), strict=True))
+
+
+def make_plan(config: ContrastConfig) -> Plan:
+    """Read the data, check the models against it and each other, and list the cells.
+
+    Raises:
+        UserError: whatever is wrong with data, models, or the sizes of subsets.
+    """
+    data = load_data(config.data)
+    models = measure_models(config, len(data.labels), data.img_size)
+    match = check_match(config, models, len(data.labels), data.img_size)
+    check_subsets(config, data)
+    total = len(data.train)
+    return Plan(config, data, models, match, plan_trials(config, total), plan_cells(config, total, {}))
+
+
+def machine_facts(config: ContrastConfig) -> dict[str, Any]:
+    """What of the machine numbers and times depend on; it is not named."""
+    device = pick_device(config.device)
+    return {
+        "system": platform.system(),
+        "cpu": _cpu_name(),
+        "cores": usable_cores(),
+        "threads": config.threads,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+# -- the folder -------------------------------------------------------------------------------------
+
+
+def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
+    """Make the study's folder, or find the same study in it.
+
+    Args:
+        folder: of the study.
+        plan: of the study.
+        command: that runs it, kept in ``study.json``.
+        settings: the configuration as YAML that ``--config`` takes, kept in ``config.yaml``.
+
+    Returns:
+        Whether the study was there already.
+
+    Raises:
+        UserError: something else is there; nothing was changed.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {folder} is a file: name a folder.")
+    if (folder / "study.json").exists():
+        _check_same(folder, plan)
+        return True
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--output {folder} holds other files and no study: name an empty or a new folder.")
+    tree: dict[str, Any] = {
+        **plan.stamp,
+        "command": command,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine_facts(plan.config),
+        "data": plan.data.facts(plan.config.data.name),
+        "models": [asdict(size) for size in plan.models],
+        "match": plan.match,
+        "config": plan.config.tree(),
+        "trials": [asdict(cell) for cell in plan.trials],
+        "cells": [asdict(cell) for cell in plan.cells],
+    }
+    atomic_write_text(folder / "config.yaml", settings)
+    write_json(folder / "study.json", tree)
+    return False
+
+
+def _check_same(folder: Path, plan: Plan) -> None:
+    there = read_study_json(folder)
+    stamp = plan.stamp
+    changed = [key for key in STAMP if there[key] != stamp[key]]
+    if not changed:
+        return
+    advice = "Nothing was changed there; give this study a folder of its own with --output."
+    if changed == ["version"]:
+        raise UserError(f"{folder} was made by version {there['version']}, this is {__version__}. {advice}")
+    if "config_hash" not in changed:
+        raise UserError(f"{folder} holds this study on other images (data hash {there['data_hash']}). {advice}")
+    names = list(_differences(there["config"], plan.config.tree()))
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise UserError(f"{folder} holds another study; different there: {shown}. {advice}")
+
+
+def _differences(a: Any, b: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names at which two trees differ, with both values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(key for key in b if key not in a)]:
+            yield from _differences(a.get(key), b.get(key), f"{prefix}{key}.")
+    elif a != b:
+        yield f"{prefix.rstrip('.')} ({json.dumps(a)} there, {json.dumps(b)} here)"
+
+
+# -- running ----------------------------------------------------------------------------------------
+
+
+def run_study(
+    plan: Plan,
+    folder: Path,
+    executor: Executor,
+    *,
+    note: Callable[[Cell, Result], None] = lambda cell, result: None,
+    retry_failed: bool = False,
+) -> Study:
+    """Run what is missing of a study whose folder is open, and write its tables and its report.
+
+    Args:
+        plan: of the study.
+        folder: opened by :func:`open_folder`.
+        executor: where cells run.
+        note: told of every cell that has ended, those of an earlier call included.
+        retry_failed: run cells that failed once more.
+
+    Raises:
+        UserError: a cell's folder is broken; the message names it.
+    """
+    stamp = plan.stamp
+    trials = _run_missing(folder / "trials", plan.trials, executor, stamp, note, retry_failed)
+    cells = plan_cells(plan.config, len(plan.data.train), choose_rates(trials))
+    tree = read_study_json(folder)
+    if tree["cells"] != [asdict(cell) for cell in cells]:
+        write_json(folder / "study.json", {**tree, "cells": [asdict(cell) for cell in cells]})
+    _run_missing(folder / "cells", cells, executor, stamp, note, retry_failed)
+    study = load_study(folder)
+    study.write_tables()
+    report(study)
+    return study
+
+
+def _run_missing(
+    place: Path,
+    cells: list[Cell],
+    executor: Executor,
+    stamp: dict[str, str],
+    note: Callable[[Cell, Result], None],
+    retry_failed: bool,
+) -> list[Result]:
+    results: dict[str, Result] = {}
+    for cell in cells:  # all are looked at before the first one runs: a broken one is found at once
+        result = read_result(place, cell, stamp)
+        if result is not None and (result.done or not retry_failed):
+            results[cell.id] = result
+    for result in results.values():
+        note(result.cell, result)
+    missing = [cell for cell in cells if cell.id not in results]
+    for cell, outcome in executor.run(missing, lambda cell: _start(place, cell, stamp)):
+        write_result(place, outcome.result, stamp, outcome.looks)
+        if outcome.trace:
+            atomic_write_text(place / cell.id / "error.txt", outcome.trace)
+        results[cell.id] = outcome.result
+        note(cell, outcome.result)
+    return [results[cell.id] for cell in cells]
+
+
+def _start(place: Path, cell: Cell, stamp: dict[str, str]) -> None:
+    """Empty the folder of a cell that an interruption left unfinished, or that failed and is run again."""
+    shutil.rmtree(place / cell.id, ignore_errors=True)
+    write_cell(place, cell, stamp)
+
+
+def report(study: Study) -> None:
+    """Statistics, figures and ``report.html``."""
+    if importlib.util.find_spec("vision_attn.contrast.report") is None:
+        print("no report: this version has none", file=sys.stderr)
+        return
+    from vision_attn.contrast.report import write_report
+
+    write_report(study, study.folder)
