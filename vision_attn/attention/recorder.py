@@ -37,13 +37,18 @@ class Recordable(nn.Module):
 
 
 class Watch(Recordable):
-    """Stands beside a call of ``attend`` or ``attention_weights`` that is no layer, so that it can be recorded too."""
+    """Stands beside a call of ``attend`` or ``attention_weights`` that is no layer, so that it can be recorded too.
+
+    Such calls have few queries, one for a pool and one for each step of a pointer: they are kept whole, whatever heads
+    and queries are asked for.
+    """
 
     def forward(self, q: Tensor, k: Tensor, **options: Any) -> None:
         """Keeps the call for the recorder, if one is there; arguments as for ``attention_weights``."""
         if self.recorder is not None:
             with without_autocast(q):
-                self.recorder.keep(self.recorded_as, operands(q, k, k, **options))
+                given = {"bias": None, "mask": None, "normalizer": "softmax", **options}
+                self.recorder.keep(self.recorded_as, operands(q, k, k, **given), whole=True)
 
 
 @dataclasses.dataclass
@@ -160,7 +165,6 @@ class Recorder:
         heads, queries: indices to keep; None keeps all. Memory falls accordingly.
         gradients: also keep the values, and the gradient of each layer's result once a backward pass brings it.
         calls: layer name -> what it used in the calls of the latest forward pass.
-        output: room for what the model gave.
     """
 
     layers: str | Sequence[str] = "all"
@@ -168,7 +172,6 @@ class Recorder:
     queries: Sequence[int] | None = None
     gradients: bool = False
     calls: dict[str, list[Call]] = dataclasses.field(default_factory=dict)
-    output: Any = None
 
     def wants(self, name: str) -> bool:
         """Whether the layer of that name is asked for."""
@@ -177,7 +180,13 @@ class Recorder:
         return any(name == asked or fnmatchcase(name, asked) for asked in self.layers)
 
     def keep(
-        self, name: str, o: Operands, out: Tensor | None = None, unfold: Callable[[Tensor], Tensor] | None = None
+        self,
+        name: str,
+        o: Operands,
+        out: Tensor | None = None,
+        unfold: Callable[[Tensor], Tensor] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """Called by the layer during its forward pass.
 
@@ -186,13 +195,12 @@ class Recorder:
             o: what it used.
             out: (B, H, N, e) what came out, where it was differentiated.
             unfold: brings the gradient of ``out`` into that shape where it has another.
+            whole: keep all heads and rows.
         """
         device, (h, n) = o.q.device, (o.q.shape[1], o.q.shape[2])
         m = (o.k if o.whole_k is None else o.whole_k).shape[2]
-        self._check(name, "head", self.heads, h)
-        self._check(name, "query", self.queries, n)
-        heads = None if self.heads is None else torch.as_tensor(list(self.heads), device=device) % h
-        queries = None if self.queries is None else torch.as_tensor(list(self.queries), device=device) % n
+        heads = None if whole else self._chosen(name, "head", self.heads, h, device)
+        queries = None if whole else self._chosen(name, "query", self.queries, n, device)
         shape = (o.q.shape[0], h if heads is None else len(heads), n if queries is None else len(queries), m)
         # What has parameters per head, and the implied maps, are computed for all heads and picked from afterwards.
         together = o.scale is None or o.low_rank is not None or isinstance(o.normalizer, nn.Module)
@@ -217,10 +225,13 @@ class Recorder:
         return self.calls_of(name)[0].operands.low_rank is not None
 
     @staticmethod
-    def _check(layer: str, what: str, asked: Sequence[int] | None, size: int) -> None:
-        bad = [i for i in asked or () if not -size <= i < size]
+    def _chosen(layer: str, what: str, asked: Sequence[int] | None, size: int, device: torch.device) -> Tensor | None:
+        if asked is None:
+            return None
+        bad = [i for i in asked if not -size <= i < size]
         if bad:
             raise ValueError(f"layer {layer!r} has no {what} {bad[0]}: it has {size}, 0 to {size - 1}")
+        return torch.as_tensor(list(asked), dtype=torch.long, device=device) % size
 
     def names(self) -> list[str]:
         """The names of all maps, in the order in which the layers ran."""

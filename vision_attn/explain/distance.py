@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError
-from vision_attn.explain.maps import Images, image_size, planes_of, recording
+from vision_attn.explain.maps import Images, recording
 from vision_attn.explain.planes import Plane
 
 ROWS = 2**23  # weights that are looked at a time
@@ -85,13 +85,11 @@ def head_statistics(
         model, images, mask, layers: as for ``attention_maps``.
         divergence: whether heads are compared, which costs H² passes over the map.
     """
-    with recording(model, images, mask=mask, layers=layers) as recorder:
-        found, size = {}, image_size(images)
-        for name in recorder.names():
-            planes = planes_of(model, recorder, name, size)
-            weights = recorder.weights(name)
-            found[name] = _statistics(weights, planes, recorder.implied(name), divergence)
-    return found
+    with recording(model, images, mask=mask, layers=layers) as run:
+        return {
+            name: _statistics(run.weights(name), run.planes(name), run.recorder.implied(name), divergence)
+            for name in run.names()
+        }
 
 
 def _statistics(

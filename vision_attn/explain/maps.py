@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vision_attn.attention import Recorder, record, recordable
+from vision_attn.attention import Layout, Recorder, record, recordable
 from vision_attn.errors import UserError, closest
-from vision_attn.explain.planes import Plane, evaluating, layer_plane
+from vision_attn.explain.planes import Grid, Plane, evaluating, layer_plane
 
 Images: TypeAlias = Tensor | Sequence[Tensor]
 SHARE = 0.5  # of the free memory that maps may take
@@ -72,17 +73,56 @@ def attention_maps(
     Raises:
         UserError: no attention layer, head or query goes by what was asked for, or the maps would not fit in memory.
     """
-    with recording(model, images, mask=mask, layers=layers, heads=heads, queries=queries) as recorder:
-        _refuse_too_large(recorder)
+    with recording(model, images, mask=mask, layers=layers, heads=heads, queries=queries) as run:
+        _refuse_too_large(run.recorder)
         maps = AttentionMaps()
-        for name in recorder.names():
-            maps[name] = recorder.weights(name)
-        maps.implied = frozenset(name for name in maps if recorder.implied(name))
-        maps.size = image_size(images)
-        maps.planes = {name: planes_of(model, recorder, name, maps.size) for name in maps}
+        for name in run.names():
+            maps[name] = run.weights(name)
+        maps.implied = frozenset(name for name in maps if run.recorder.implied(name))
+        maps.size = run.size
+        maps.planes = {name: run.planes(name) for name in maps}
         maps.rows = None if queries is None else list(queries)
         maps.heads = None if heads is None else list(heads)
     return maps
+
+
+@dataclasses.dataclass
+class Recording:
+    """A forward pass, and what its attention layers used.
+
+    Attributes:
+        model: that ran.
+        recorder: with what its layers used.
+        size: (H, W) of the images in pixels, padding included.
+        output: of the model.
+        memory: (rows, columns) of the image tokens that a detector's queries attend to.
+    """
+
+    model: nn.Module
+    recorder: Recorder
+    size: tuple[int, int]
+    output: Any = None
+    memory: Grid | None = None
+
+    def names(self) -> list[str]:
+        """Names of all maps."""
+        return self.recorder.names()
+
+    def weights(self, name: str) -> Tensor:
+        """(B, H, N, M) of one map, see ``Recorder.weights``."""
+        return self.recorder.weights(name)
+
+    def planes(self, name: str) -> tuple[Plane | None, Plane | None]:
+        """Where the queries and the keys of a layer lie on the image."""
+        call = self.recorder.calls_of(name)[0]
+        layout = call.operands.layout
+        if layout.grid is None and self.memory is not None and name.startswith("decoder."):
+            layout = Layout(0, self.memory)
+        plane = layer_plane(self.model, name.partition("[")[0], layout, self.size)
+        found = [plane if plane is not None and plane.length == n else None for n in call.tokens]
+        if name.endswith("cross_attn"):  # as many queries as keys do not make them patches
+            found[0] = None
+        return found[0], found[1]
 
 
 @contextlib.contextmanager
@@ -95,17 +135,19 @@ def recording(
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
     gradients: bool = False,
-) -> Iterator[Recorder]:
-    """A forward pass in evaluation mode, and what its attention layers used; the recorder's ``output`` is the result.
+) -> Iterator[Recording]:
+    """A forward pass in evaluation mode, recorded; arguments as for ``attention_maps``.
 
     Raises:
         UserError: as for ``attention_maps``.
     """
     try:
         context = record(model, layers=layers, heads=heads, queries=queries, gradients=gradients)
-        with evaluating(model), context as recorder:
-            recorder.output = run_model(model, images, mask)
-            yield recorder
+        with evaluating(model), context as recorder, _memory_of(model) as memory:
+            run = Recording(model, recorder, image_size(images))
+            run.output = run_model(model, images, mask)
+            run.memory = memory[-1] if memory else None
+            yield run
     except ValueError as error:
         if isinstance(error, UserError) or not _is_ours(error):
             raise
@@ -140,15 +182,19 @@ def image_size(images: Images) -> tuple[int, int]:
     return max(image.shape[-2] for image in images), max(image.shape[-1] for image in images)
 
 
-def planes_of(
-    model: nn.Module, recorder: Recorder, name: str, size: tuple[int, int]
-) -> tuple[Plane | None, Plane | None]:
-    """Where the queries and the keys of a recorded layer lie on the image."""
-    call = recorder.calls_of(name)[0]
-    layer = name.partition("[")[0]
-    plane = layer_plane(model, layer, call.operands.layout, size)
-    fits = [plane if plane is not None and plane.length == n else None for n in call.tokens]
-    return fits[0], fits[1]
+@contextlib.contextmanager
+def _memory_of(model: nn.Module) -> Iterator[list[Grid]]:
+    """Grids of the map that a detector hands to its encoder, once it has run."""
+    found: list[Grid] = []
+    projection = getattr(model, "input_proj", None)
+    if not isinstance(projection, nn.Module):
+        yield found
+        return
+    handle = projection.register_forward_hook(lambda module, x, out: found.append((out.shape[-2], out.shape[-1])))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def _refuse_too_large(recorder: Recorder) -> None:

@@ -37,6 +37,10 @@ class SequencePool(nn.Module):
         self.watch(query, tokens, score="dot")
         return attend(query, tokens, tokens, score="dot", kernel=self.kernel)[:, 0, 0]
 
+    def weights(self, x: Tensor) -> Tensor:
+        """The weights of the tokens, (B, N, D) → (B, N); they sum to 1."""
+        return attention_weights(self.query.to(x.dtype).expand(x.shape[0], 1, 1, -1), x[:, None], score="dot")[:, 0, 0]
+
 
 class AttentionPool(nn.Module):
     """A learned weighted mean, its weights from one hidden layer: (B, N, D) → (B, D).
