@@ -19,6 +19,7 @@ _EXPORTS = {
     "list_models": "vision_attn.models",
     "load_model": "vision_attn.checkpoints",
     "save_model": "vision_attn.checkpoints",
+    "push_to_hub": "vision_attn.checkpoints.hub",
     "predict": "vision_attn.inference",
     "attention_maps": "vision_attn.explain",
 }
@@ -33,12 +34,14 @@ __all__ = [
     "list_models",
     "load_model",
     "predict",
+    "push_to_hub",
     "save_model",
 ]
 
 if TYPE_CHECKING:
     from vision_attn.attention import Attention, attend, attention_weights
     from vision_attn.checkpoints import load_model, save_model
+    from vision_attn.checkpoints.hub import push_to_hub
     from vision_attn.explain import attention_maps
     from vision_attn.inference import predict
     from vision_attn.models import create_model, list_models

@@ -26,6 +26,7 @@ def evaluate(verb: str, argv: list[str]) -> int:
         UserError: no checkpoint, or one that does not fit the data.
     """
     from vision_attn.checkpoints import load_model
+    from vision_attn.checkpoints.hub import is_hub_name
     from vision_attn.cli.parsing import Command, option_value, recipes_to_paths
     from vision_attn.training.run_folder import run_of_checkpoint
 
@@ -35,11 +36,13 @@ def evaluate(verb: str, argv: list[str]) -> int:
         raise UserError(f"{verb} needs --ckpt_path: a .ckpt, a folder with model.safetensors, or a foreign checkpoint")
     model: Any = None
     if path is not None:
-        if not Path(path).exists():
+        if not Path(path).exists() and not is_hub_name(path):
             raise UserError(f"--ckpt_path: no such checkpoint: {path}")
         model = load_model(path, name=option_value(argv, "--model.name"))
         run_folder = run_of_checkpoint(path)
         if option_value(argv, "--config") is None and option_value(argv, "-c") is None:
+            if run_folder is not None:
+                refuse_classes(run_folder / "config.yaml")
             task = ["--task", model.config["task"]]  # which decides what options there are
             argv = [*(task if run_folder is None else ["--config", str(run_folder / "config.yaml")]), *argv]
     command = Command(verb, argv, evaluate=True)
@@ -66,6 +69,25 @@ def _run(command: Any, verb: str, model: Any, data: Any) -> dict[str, float]:
     )
     run = trainer.validate if verb == "validate" else trainer.test
     return dict(run(module, datamodule=data, verbose=False)[0])
+
+
+def refuse_classes(path: Path) -> None:
+    """Refuses a configuration that only lies beside the checkpoint and asks for classes to be imported.
+
+    Raises:
+        UserError: it names some.
+    """
+    from vision_attn.cli.parsing import read_recipe
+
+    todo: list[Any] = [read_recipe(path)]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict) and "class_path" in part:
+            raise UserError(
+                f"{path} names classes to import (class_path), which could run code. Where you trust it, say so: "
+                f"--config {path}"
+            )
+        todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
 
 
 def reset_trainer(trainer: Any) -> None:
