@@ -109,7 +109,9 @@ class Operands:
 
 def pattern_mask(pattern: Pattern, n: int, layout: Layout, device: str) -> Tensor:
     """The (N, N) mask of a pattern, kept where it is small: every layer and step asks for the same one."""
-    return (_kept_mask if n <= 2048 else _kept_mask.__wrapped__)(pattern, n, layout, device)
+    # while a graph is exported, tensors and sizes may stand for others and must not outlive that
+    keep = not torch.compiler.is_exporting() and n <= 2048
+    return (_kept_mask if keep else _kept_mask.__wrapped__)(pattern, n, layout, device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -246,6 +246,8 @@ class FlashAttention(torch.autograd.Function):
 def tile_size(batch_heads: int, n: int, m: int) -> tuple[int, int]:
     """Queries and keys of a tile, so that it stays near the processor with many heads too."""
     b, c = min(TILE, n), min(TILE, m)
+    if torch.compiler.is_exporting():  # the batch may be a symbol, and to compare it would limit it
+        return b, c
     while batch_heads * b * c > TILE_SCORES and max(b, c) > 64:
         b, c = (-(-b // 2), c) if b >= c else (b, -(-c // 2))
     return b, c

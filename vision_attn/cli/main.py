@@ -22,6 +22,8 @@ VERBS = {
     "models": "list the models with their parameters and multiply-accumulates",
     "check": "prove the attention mechanisms by their identities, and a checkpoint against the library it is from",
     "convert": "a checkpoint of any layout into our format, or into that of timm, transformers or torchvision",
+    "export": "a classifier as ONNX or torch.export program, checked against the original",
+    "contrast": "which model overfits more: a study of several models on growing subsets of the same images",
     "benchmark": "measure attention kernels and models on this machine",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vision_attn.attention import resample_grid, token_position
+from vision_attn.attention.positions import same_grid
 
 
 class GridPositions(nn.Module):
@@ -41,7 +42,7 @@ class GridPositions(nn.Module):
 
     def position_at(self, grid: tuple[int, int]) -> Tensor | None:
         """The positions for a grid of another size: a formula is evaluated there, learned ones are resampled."""
-        if self.pos_embed is None or tuple(grid) == tuple(self.grid_size):
+        if self.pos_embed is None or same_grid(grid, self.grid_size):
             return self.pos_embed
         if self.formula is not None:
             table, _ = token_position(self.formula, self.embedded_prefix, grid, self.pos_embed.shape[-1])

@@ -203,7 +203,7 @@ class EncoderDecoder(VisionTransformer):
         encoded = self.forward_features(x)
         # repeated and not expanded: a view of a parameter asks for gradients even where none are wanted, and PyTorch's
         # counter of operations stumbles over it
-        queries = self.queries.to(encoded.dtype).repeat(len(x), 1, 1)
+        queries = self.queries.to(encoded.dtype).repeat(x.shape[0], 1, 1)
         return self.forward_head(self.decoder(queries, encoded))  # the mean of the queries
 
     def forward_head(self, x: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
