@@ -20,7 +20,7 @@ from torch.nn.modules import module as registration
 from vision_attn.errors import UserError, closest
 from vision_attn.models import list_models, model_from_config
 
-KEYS = ("task", "name", "args", "preprocess", "labels", "extra")
+KEYS = ("task", "name", "args", "preprocess", "labels", "category_ids", "extra")
 LARGEST = 2**20
 """No width, depth or number of classes is larger."""
 
@@ -32,7 +32,7 @@ MOST_VALUES = 500_000
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
 
-_PRIVATE = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable")
+_PRIVATE = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable", "backbone_weights")
 """Arguments by which timm would open other files, or the network."""
 
 _BUFFERS = 2**28  # bytes of tables that are computed and not stored, beside which a small file may look small
@@ -71,6 +71,7 @@ def check_config(config: Any, path: str | Path, *, inferred: bool = False) -> di
     _check_args(config["args"], path)
     _check_preprocess(config.get("preprocess") or {}, None if inferred else config["args"].get("in_chans", 3), path)
     _check_labels(config.get("labels"), config["args"].get("num_classes"), path)
+    _check_ids(config.get("category_ids"), config["args"].get("num_classes"), path)
     return config
 
 
@@ -173,6 +174,16 @@ def _check_labels(labels: Any, classes: Any, path: str | Path) -> None:
         raise UserError(f"{path}: labels must be a list of names.")
     if isinstance(classes, int) and len(labels) != classes:
         raise UserError(f"{path}: {len(labels)} labels for {classes} classes.")
+
+
+def _check_ids(ids: Any, classes: Any, path: str | Path) -> None:
+    """The category ids of a detector's data, one for each class."""
+    if ids is None:
+        return
+    if not isinstance(ids, list | tuple) or not all(type(number) is int for number in ids):
+        raise UserError(f"{path}: category_ids must be a list of whole numbers.")
+    if len(set(ids)) != len(ids) or (isinstance(classes, int) and len(ids) != classes):
+        raise UserError(f"{path}: {len(set(ids))} different category_ids in {len(ids)}, for {classes} classes.")
 
 
 def check_model(config: Mapping[str, Any], state: Mapping[str, Tensor], path: str | Path) -> nn.Module:

@@ -24,11 +24,13 @@ from torch import Tensor
 
 from vision_attn.checkpoints.hints import IMAGENET, Found, Hints, Shapes
 from vision_attn.errors import UserError
+from vision_attn.models import list_models
 
 FOREIGN = (
     "cifar_resnet",
     "compact",
     "google_vit",
+    "detr",
     "transformers_vit",
     "torchvision_vit",
     "swin",
@@ -94,14 +96,17 @@ def describe(layout: Any, state: Mapping[str, Tensor], hints: Hints) -> tuple[di
     args = dict(found.args)
     if found.headless:
         args["num_classes"] = 0
+    detects = found.name in list_models(task="detection")
     config: dict[str, Any] = {
-        "task": "classification",
+        "task": "detection" if detects else "classification",
         "name": found.name,
         "args": args,
         "preprocess": _preprocess(found),
         "labels": _labels(found.labels, args.get("num_classes")),
         "extra": {"layout": layout.TITLE},
     }
+    if detects:  # theirs are the columns of the head, some of which stand for nothing
+        config["category_ids"] = list(range(args["num_classes"]))
     if found.notes:
         config["extra"]["assumed"] = found.notes
         warnings.warn(

@@ -184,6 +184,8 @@ def _adapted(
     if num_classes is not None and num_classes != wanted["args"].get("num_classes"):
         wanted["args"]["num_classes"] = num_classes
         wanted["labels"] = None  # they named other classes
+        if "category_ids" in wanted:
+            wanted["category_ids"] = None
     if img_size is not None:
         size = [img_size, img_size] if isinstance(img_size, int) else list(img_size)
         wanted["args"]["img_size"] = img_size if isinstance(img_size, int) else size

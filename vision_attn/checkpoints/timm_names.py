@@ -18,7 +18,7 @@ def spec(name: str | None) -> dict[str, Any]:
         name: a name of timm, with or without the tag of its weights; anything else gives an empty answer.
 
     Returns:
-        ``num_heads act norm_eps global_pool fc_norm img_size preprocess``, as far as the model has them.
+        ``block num_heads act norm_eps global_pool fc_norm img_size preprocess``, as far as the model has them.
     """
     if not name:
         return {}
@@ -38,6 +38,7 @@ def spec(name: str | None) -> dict[str, Any]:
     norm, act = getattr(blocks[0], "norm1", None), getattr(getattr(blocks[0], "mlp", None), "act", None)
     return {
         **found,
+        "block": type(blocks[0]).__name__,
         "num_heads": getattr(blocks[0].attn, "num_heads", None),
         "act": ACTS.get(type(act).__name__),
         "norm_eps": getattr(norm, "eps", None),

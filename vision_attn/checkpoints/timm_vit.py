@@ -50,6 +50,8 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
             f"({', '.join(strange[:3])}{', …' if len(strange) > 3 else ''})."
         )
     known = named(hints)
+    if known.get("block") not in (None, "Block"):
+        raise UserError(f"{hints.path}: timm's {hints.name} is built of {known['block']}, of which ours has none.")
     width, chans, *patch = shapes["patch_embed.proj.weight"]
     found = Found("", {})
     args: dict[str, Any] = {
@@ -84,6 +86,8 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
         args["num_classes"] = shapes["head.weight"][0]
     found.name, found.args = in_zoo("vit_*_patch*", args)
     found.preprocess = known.get("preprocess") or {}
+    if not known.get("act"):
+        found.notes += _doubts(args)
     found.labels = hints.config.get("label_names")
     return found
 
@@ -96,6 +100,15 @@ def named(hints: Hints) -> dict[str, Any]:
     else:
         known = timm_names.spec(hints.name)
     return known | timm_names.told(hints.config)
+
+
+def _doubts(args: Mapping[str, Any]) -> list[str]:
+    """Families that differ in their activation alone."""
+    if args["pre_norm"]:
+        return ["activation gelu (OpenAI's own CLIP has quick_gelu)"]
+    if not args["class_token"] and not args["reg_tokens"] and args["fc_norm"] is False:
+        return ["activation gelu (some of SigLIP have gelu_tanh)"]
+    return []
 
 
 def _mlp(shapes: Shapes, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
         raise UserError(
             f"{hints.path}: its config.json asks for hidden_act={told['hidden_act']!r}, which ours has not."
         )
-    found = Found("", {}, preprocess=_preprocess(hints.preprocessor), labels=_labels(told))
+    found = Found("", {}, preprocess=_preprocess(hints.preprocessor), labels=labels_of(told))
     known = told.get("num_attention_heads")
     if hints.name in list_models("vit*"):
         known = model_defaults(str(hints.name))["num_heads"]
@@ -111,7 +111,7 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
     return found
 
 
-def _labels(config: Mapping[str, Any]) -> list[str] | None:
+def labels_of(config: Mapping[str, Any]) -> list[str] | None:
     """``id2label`` in order, unless it holds placeholders."""
     names = config.get("id2label")
     if not isinstance(names, dict) or not names:
