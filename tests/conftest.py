@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +39,16 @@ def cifar10_root(data_root: Path) -> Path:
     if not (data_root / "cifar-10-batches-py" / "batches.meta").is_file():
         pytest.skip(f"{data_root} holds no cifar-10-batches-py")
     return data_root
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium (see :mod:`tests.browser`); the test is skipped, visibly, where there is none."""
+    spec = importlib.util.spec_from_file_location("va_tests_browser", Path(__file__).with_name("browser.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    with module.start() as started:
+        yield started
