@@ -5,7 +5,7 @@ Legend: L layers, B images, N queries, K logits (the classes; with ``softmax`` o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,12 +72,11 @@ def sigmoid_loss(
     index = target.clamp_min(0).unsqueeze(-1)
     x = logits.gather(-1, index).squeeze(-1)  # (L, B, N), the logit of the object's class
     others = _other_class(kind, logits, alpha, gamma)
-    p = x.sigmoid()
     if kind == "focal":
-        own = alpha * (1 - p) ** gamma * F.softplus(-x)
+        own = alpha * _Focused.apply(-x, gamma, False)
     else:
         assert quality is not None
-        weight = quality if kind == "varifocal" else alpha * (quality - p).abs() ** gamma
+        weight = quality if kind == "varifocal" else alpha * (quality - x.sigmoid()).abs() ** gamma
         own = weight * F.binary_cross_entropy_with_logits(x, quality, reduction="none")
     own = torch.where(target >= 0, own, _other_class(kind, x, alpha, gamma))
     losses = others.scatter(-1, index, own.unsqueeze(-1)).sum(-1)
@@ -89,8 +88,36 @@ def sigmoid_loss(
 def _other_class(kind: Loss, logits: Tensor, alpha: float, gamma: float) -> Tensor:
     """The loss of a class that is not there."""
     if kind == "varifocal":
-        return alpha * logits.detach().sigmoid() ** gamma * F.softplus(logits)
-    return (1 - alpha) * logits.sigmoid() ** gamma * F.softplus(logits)
+        return alpha * _Focused.apply(logits, gamma, True)
+    return (1 - alpha) * _Focused.apply(logits, gamma, False)
+
+
+class _Focused(torch.autograd.Function):
+    """p^γ · −log(1 − p) of logits; with a constant weight, p^γ counts as a number without gradient.
+
+    The gradient is known in closed form, which saves half of the passes over the logits of all classes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: float, constant_weight: bool) -> Tensor:
+        p, cost = x.sigmoid(), softplus(x)
+        weight = p**gamma
+        if ctx.needs_input_grad[0]:
+            slope = p if constant_weight else (1 - p).mul_(cost).mul_(gamma).add_(p)
+            ctx.save_for_backward(slope.mul_(weight))
+        return weight.mul_(cost)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return gradient * slope, None, None
+
+
+@torch.no_grad()
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), exact to the last bit or two of the larger summand; many times as fast on CPU as PyTorch's."""
+    return x.abs().neg_().exp_().add_(1).log_().add_(x.relu())
 
 
 def stable_quality(iou: Tensor, image: Tensor, images: int) -> Tensor:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vision_attn.detection.boxes import cxcywh_to_xyxy, iou_and_giou, pairwise
+from vision_attn.detection.losses import softplus
 from vision_attn.errors import UserError
 
 ADVICE = (
@@ -57,6 +57,11 @@ class PaddedTargets:
     labels: Tensor
     boxes: Tensor
     counts: list[int]
+
+    def real(self) -> Tensor:
+        """(B, n), False for padding."""
+        counts = torch.tensor(self.counts, device=self.labels.device)
+        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
 
     @classmethod
     def of(cls, targets: Sequence[dict[str, Any]], device: torch.device | str) -> PaddedTargets:
@@ -150,16 +155,16 @@ def cost_matrix(logits: Tensor, boxes: Tensor, targets: PaddedTargets, costs: Ma
     return (
         distance.mul_(costs.bbox_weight)
         .sub_(giou, alpha=costs.giou_weight)
-        .add_(class_cost(logits, targets.labels, giou, costs), alpha=costs.class_weight)
+        .add_(class_cost(logits, targets, giou, costs), alpha=costs.class_weight)
     )
 
 
-def class_cost(logits: Tensor, labels: Tensor, giou: Tensor, costs: MatchingCosts) -> Tensor:
+def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: MatchingCosts) -> Tensor:
     """The class part of :func:`cost_matrix`, unweighted.
 
     Args:
         logits: (L, B, N, K).
-        labels: (B, n).
+        targets: padded to n objects.
         giou: (L, B, N, n) generalized IoU, for ``stable``.
         costs: kind and the numbers of the focal loss.
 
@@ -167,19 +172,18 @@ def class_cost(logits: Tensor, labels: Tensor, giou: Tensor, costs: MatchingCost
         (L, B, N, n).
     """
     # a label beyond the head is reported after the transfer; until then it must not be read out of bounds
-    index = labels.clamp(0, logits.shape[-1] - 1)[None, :, None].expand_as(giou)
+    index = targets.labels.clamp(0, logits.shape[-1] - 1)[None, :, None].expand_as(giou)
     if costs.kind == "softmax":
         return -logits.softmax(-1).gather(-1, index)
     alpha, gamma = costs.focal_alpha, costs.focal_gamma
     x = logits.gather(-1, index)
-    if costs.kind == "stable":
-        overlap = (giou + 1) / 2  # 0 … 1
-        highest = overlap.amax((-2, -1), keepdim=True) if overlap.shape[-1] else overlap
-        overlap = overlap / highest.clamp(SMALLEST_OVERLAP, 1)  # the image's best pair is not lowered
-        x = torch.logit(x.sigmoid() * overlap.sqrt(), eps=1e-7)
-    p = x.sigmoid()
-    gain = alpha * (1 - p) ** gamma * F.softplus(-x)
-    return gain - (1 - alpha) * p**gamma * F.softplus(x)
+    if costs.kind == "stable" and giou.shape[-1]:
+        overlap = ((giou + 1) / 2).mul_(targets.real()[:, None])  # 0 … 1
+        highest = overlap.amax((-2, -1), keepdim=True).clamp_min_(SMALLEST_OVERLAP)
+        x = torch.logit(x.sigmoid() * (overlap / highest).sqrt_(), eps=1e-7)  # the image's best pair stays as it is
+    p, absent = x.sigmoid(), softplus(x)  # −log(1 − p); −log p is less by x
+    present = (absent - x).mul_((1 - p) ** gamma)
+    return present.mul_(alpha).sub_(absent.mul_(p**gamma), alpha=1 - alpha)
 
 
 def _health(stacks: Sequence[Stack], targets: PaddedTargets) -> Tensor:
