@@ -9,17 +9,21 @@ from vision_attn.data import cifar as cifar
 from vision_attn.data import image_folder as image_folder
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.config import AugmentConfig
+from vision_attn.data.detection_augment import DetectionAugmentConfig
 from vision_attn.data.loader import EvalLoader, TrainLoader
 from vision_attn.data.sets import MemorySet, StreamedSet
 from vision_attn.data.sources import SOURCES, Source, SourceOptions, register_source
 
 if TYPE_CHECKING:
     from vision_attn.data.datamodule import ImageData
+    from vision_attn.data.detection import DetectionData
 
 __all__ = [
     "SOURCES",
     "AugmentConfig",
     "Augmenter",
+    "DetectionAugmentConfig",
+    "DetectionData",
     "EvalLoader",
     "ImageData",
     "MemorySet",
@@ -37,4 +41,8 @@ def __getattr__(name: str) -> Any:
         from vision_attn.data.datamodule import ImageData
 
         return ImageData
+    if name == "DetectionData":
+        from vision_attn.data.detection import DetectionData
+
+        return DetectionData
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

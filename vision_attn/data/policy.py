@@ -162,20 +162,27 @@ def resample(images: Tensor, op: Tensor, amount: Tensor) -> Tensor:
     return out.add_(grey).round_().to(torch.uint8)
 
 
-def color_jitter(images: Tensor, strength: float, draw: Tensor) -> Tensor:
+def color_jitter(images: Tensor, strength: float, draw: Tensor, mask: Tensor | None = None) -> Tensor:
     """Scale brightness, contrast and saturation, in this order, by a factor of their own in 1 +- strength.
 
     Args:
         images: (B, 3, H, W) uint8.
         strength: 0...1.
         draw: (B, 3) uniform numbers.
+        mask: (B, H, W) bool, False where an image is padded: what lies there has no part in its mean.
 
     Returns:
         (B, 3, H, W) uint8.
     """
     brightness, contrast, saturation = (1.0 + strength * (2.0 * draw - 1.0))[:, :, None, None, None].unbind(1)
     pixels = images.float().mul_(brightness).clamp_(0, 255)
-    pixels = torch.lerp(_grey(pixels).mean((1, 2, 3), keepdim=True), pixels, contrast).clamp_(0, 255)
+    grey = _grey(pixels)
+    if mask is None:
+        mean = grey.mean((1, 2, 3), keepdim=True)
+    else:
+        inside = mask[:, None]
+        mean = (grey * inside).sum((1, 2, 3), keepdim=True) / inside.sum((1, 2, 3), keepdim=True).clamp(min=1)
+    pixels = torch.lerp(mean, pixels, contrast).clamp_(0, 255)
     pixels = torch.lerp(_grey(pixels), pixels, saturation).clamp_(0, 255)
     return pixels.round_().to(torch.uint8)
 

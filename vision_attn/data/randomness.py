@@ -57,6 +57,7 @@ class Stream(IntEnum):
     SEQUENCE = 50  # which image stands at a place of a sequence
     SEQUENCE_LENGTH = 51
     CANVAS = 60  # to 64: places, and what lies there
+    DETECTION = 70  # to 89: geometry of images with boxes, order of batches by shape
     RANDAUGMENT = 100  # op k uses RANDAUGMENT + 2k (which one) and RANDAUGMENT + 2k + 1 (its sign)
     PARTNER = 1000  # the partner of a mix is augmented with every stream moved up by this much
 

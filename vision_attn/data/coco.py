@@ -1,0 +1,471 @@
+"""COCO annotation files: read, checked, and turned into tables (Lin et al. 2014, arXiv 1405.0312).
+
+Labels are contiguous inside (0 ... classes - 1, in ascending order of the file's category ids); the file's own ids of
+categories, images and annotations are kept beside them. Nothing that is wrong passes silently: a repair is counted
+and reported with ids, and what cannot be repaired is a UserError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vision_attn.data.findings import Findings
+from vision_attn.errors import UserError, closest
+
+OUTSIDE = 1.0  # pixels that a box may stick out by rounding before it is worth a word
+_LARGEST_ID = 2**63 - 1
+
+
+@dataclass
+class CocoTable:
+    """One annotation file as arrays, annotations sorted by image.
+
+    Attributes:
+        path: the file.
+        labels: class names, one for each contiguous label.
+        category_ids: the file's id of each label.
+        supercategories: of each label; ``""`` where the file has none.
+        image_ids: (N,) int64, in the file's order.
+        files: N file names as written in the file.
+        sizes: (N, 2) int64, height and width that boxes are measured in; 0 where the file has none.
+        image: (T,) int64, the row of each annotation's image, ascending.
+        label: (T,) int64, contiguous.
+        boxes: (T, 4) float64, left, top, width, height in pixels, as written in the file.
+        crowd: (T,) bool.
+        area: (T,) float64, of the object, not of the box, where the file knows it.
+        annotation_ids: (T,) int64.
+    """
+
+    path: Path
+    labels: list[str]
+    category_ids: list[int]
+    supercategories: list[str]
+    image_ids: np.ndarray
+    files: list[str]
+    sizes: np.ndarray
+    image: np.ndarray
+    label: np.ndarray
+    boxes: np.ndarray
+    crowd: np.ndarray
+    area: np.ndarray
+    annotation_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    def keep(self, chosen: np.ndarray) -> CocoTable:
+        """Without the annotations where ``chosen``, (T,) bool, is False."""
+        if chosen.all():
+            return self
+        names = ("image", "label", "boxes", "crowd", "area", "annotation_ids")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
+    def take(self, rows: np.ndarray) -> CocoTable:
+        """The images at ``rows`` (ascending) with their annotations."""
+        place = np.full(len(self), -1)
+        place[rows] = np.arange(len(rows))
+        part = self.keep(place[self.image] >= 0)
+        return replace(
+            part,
+            image_ids=self.image_ids[rows],
+            files=[self.files[row] for row in rows],
+            sizes=self.sizes[rows],
+            image=place[part.image],
+        )
+
+    def to_coco(self) -> dict[str, Any]:
+        """A COCO dictionary with the file's own ids, crowds included: the ground truth of an evaluation."""
+        images = [
+            {"id": int(i), "file_name": name, "height": int(h), "width": int(w)}
+            for i, name, (h, w) in zip(self.image_ids, self.files, self.sizes, strict=True)
+        ]
+        category = np.asarray(self.category_ids, dtype=np.int64)
+        columns = (
+            self.annotation_ids.tolist(),
+            self.image_ids[self.image].tolist(),
+            category[self.label].tolist() if len(self.label) else [],
+            self.boxes.tolist(),
+            self.area.tolist(),
+            self.crowd.astype(int).tolist(),
+        )
+        names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+        annotations = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = zip(self.category_ids, self.labels, self.supercategories, strict=True)
+        categories = [{"id": id, "name": name, "supercategory": group} for id, name, group in rows]
+        return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def read_coco(path: str | Path, findings: Findings | None = None) -> CocoTable:
+    """Read and check an annotation file; the images themselves are not looked at.
+
+    Args:
+        path: of the JSON file.
+        findings: collects repairs; strict by default.
+
+    Returns:
+        The table. Boxes are finite and have positive sides; they may stick out of the image.
+
+    Raises:
+        UserError: the file is missing or no JSON, lacks ``images``, ``annotations`` or ``categories``, has no image or
+            no category, or contradicts itself (see the messages).
+    """
+    path = Path(path)
+    findings = findings or Findings()
+    content = _load(path)
+    labels, category_ids, groups = _categories(content["categories"], path, findings)
+    image_ids, files, sizes = _images(content["images"], path, findings)
+    table = _annotations(content["annotations"], path, findings, image_ids, category_ids)
+    return CocoTable(path, labels, category_ids, groups, image_ids, files, sizes, **table)
+
+
+def _load(path: Path) -> dict[str, list[Any]]:
+    try:
+        with path.open("rb") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        raise UserError(f"There is no annotation file {path}.") from None
+    except OSError as error:
+        raise UserError(f"Cannot read the annotation file {path}: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a JSON file: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a dictionary in COCO's layout, found a {type(content).__name__}.")
+    for key in ("images", "annotations", "categories"):
+        if key not in content:
+            raise UserError(f"{path} has no {key!r}: a COCO file has images, annotations and categories.")
+        if not isinstance(content[key], list):
+            raise UserError(f"{path}: {key!r} is a {type(content[key]).__name__}, expected a list.")
+    return content
+
+
+def as_id(value: Any) -> tuple[int | None, bool]:
+    """An id as an int, and whether it had to be converted; None for what is no id."""
+    if type(value) is int:
+        return (value, False) if abs(value) <= _LARGEST_ID else (None, False)
+    if isinstance(value, str):
+        try:
+            number = int(value.strip())
+        except ValueError:
+            return None, False
+        return (number, True) if abs(number) <= _LARGEST_ID else (None, False)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value), True
+    return None, False
+
+
+def _ids(rows: list[Any], key: str, what: str, path: Path, findings: Findings) -> list[int | None]:
+    """The ids of all rows; ids that are strings of digits are converted and counted, others are an error."""
+    ids: list[int | None] = []
+    converted, bad = [], []
+    for place, row in enumerate(rows):
+        value = row.get(key) if isinstance(row, dict) else None
+        number, changed = as_id(value)
+        ids.append(number)
+        if number is None:
+            bad.append(f"#{place} with {key} {value!r}" if isinstance(row, dict) else f"#{place}, {row!r:.40}")
+        elif changed:
+            converted.append(number)
+    findings.fatal(f"{what} without a whole number as {key!r}", path, bad, "Give every one an integer.", of="entry")
+    findings.repaired(f"{what} whose {key!r} is not written as a whole number", path, converted, "converted", of="id")
+    return ids
+
+
+def _categories(rows: list[Any], path: Path, findings: Findings) -> tuple[list[str], list[int], list[str]]:
+    if not rows:
+        raise UserError(f"{path} has no categories: there is nothing to detect.")
+    ids = _ids(rows, "id", "categories", path, findings)
+    names: dict[int, tuple[str, str]] = {}
+    repeated, clashing, nameless = [], [], []
+    for number, row in zip(ids, rows, strict=True):
+        if number is None:
+            continue
+        name = row.get("name")
+        if not isinstance(name, str) or not name.strip():
+            name = f"category {number}"
+            nameless.append(number)
+        if number in names:
+            (repeated if names[number][0] == name else clashing).append(number)
+            continue
+        names[number] = (name, str(row.get("supercategory") or ""))
+    findings.fatal("category ids with two names", path, clashing, "Give every category its own id.", of="category")
+    findings.repaired("categories given twice", path, repeated, "taken once", of="category")
+    findings.repaired("categories without a name", path, nameless, "called by their ids", of="category")
+    if not names:
+        raise UserError(f"{path} has no usable categories.")
+    by_name: dict[str, list[int]] = {}
+    for number, (name, _) in names.items():
+        by_name.setdefault(name, []).append(number)
+    twins = {number: name for name, numbers in by_name.items() if len(numbers) > 1 for number in numbers}
+    findings.repaired(
+        "categories that share their name with another", path, sorted(twins), "the id added to the name", of="category"
+    )
+    order = sorted(names)
+    labels = [f"{names[number][0]} ({number})" if number in twins else names[number][0] for number in order]
+    return labels, order, [names[number][1] for number in order]
+
+
+def _images(rows: list[Any], path: Path, findings: Findings) -> tuple[np.ndarray, list[str], np.ndarray]:
+    if not rows:
+        raise UserError(f"{path} has no images.")
+    ids = _ids(rows, "id", "images", path, findings)
+    files: dict[int, str] = {}
+    sizes: list[tuple[int, int]] = []
+    repeated, clashing, nameless, sizeless = [], [], [], []
+    for number, row in zip(ids, rows, strict=True):
+        if number is None:
+            continue
+        name = row.get("file_name")
+        if not isinstance(name, str) or not name.strip() or "\0" in name:
+            nameless.append(number)
+            continue
+        if number in files:
+            (repeated if files[number] == name else clashing).append(number)
+            continue
+        files[number] = name
+        size = (_side(row.get("height")), _side(row.get("width")))
+        if not all(size):
+            sizeless.append(number)
+            size = (0, 0)
+        sizes.append(size)
+    advice = "Every image needs a file_name and an id of its own."
+    findings.fatal("images without a 'file_name'", path, nameless, advice)
+    findings.fatal("image ids given to two files", path, clashing, advice)
+    findings.repaired("images listed twice", path, repeated, "taken once")
+    findings.repaired("images without height and width", path, sizeless, "taken from the image file")
+    by_file: dict[str, list[int]] = {}
+    for number, name in files.items():
+        by_file.setdefault(name, []).append(number)
+    shared = [number for numbers in by_file.values() if len(numbers) > 1 for number in numbers]
+    findings.fatal("image ids that share their file with another", path, shared, "Give every file one id.")
+    if not files:
+        raise UserError(f"{path} has no usable images.")
+    return np.array(list(files), dtype=np.int64), list(files.values()), np.array(sizes, dtype=np.int64).reshape(-1, 2)
+
+
+def _side(value: Any) -> int:
+    """A height or width in pixels; 0 for what is none."""
+    number, _ = as_id(value)
+    return number if number is not None and 0 < number < 2**31 else 0
+
+
+def _annotations(
+    rows: list[Any], path: Path, findings: Findings, image_ids: np.ndarray, category_ids: list[int]
+) -> dict[str, np.ndarray]:
+    """The columns of all usable annotations, sorted by image."""
+    images = _ids(rows, "image_id", "annotations", path, findings)
+    categories = _ids(rows, "category_id", "annotations", path, findings)
+    row_of = {number: row for row, number in enumerate(image_ids.tolist())}
+    label_of = {number: label for label, number in enumerate(category_ids)}
+    columns: list[tuple[int, int, list[float], bool, float, Any]] = []
+    orphans, unknown, boxless, areas = [], [], [], []
+    for image, category, row in zip(images, categories, rows, strict=True):
+        if image is None or category is None:
+            continue
+        if image not in row_of:
+            orphans.append(image)
+            continue
+        if category not in label_of:
+            unknown.append(category)
+            continue
+        box = _box(row.get("bbox"))
+        if box is None:
+            boxless.append(image)
+            continue
+        area = _number(row.get("area"))
+        if not 0.0 <= area < math.inf:
+            areas.append(image)
+            area = box[2] * box[3]
+        columns.append((row_of[image], label_of[category], box, row.get("iscrowd") in (1, True, "1"), area, row))
+    findings.fatal(
+        "annotations of categories that the file does not list",
+        path,
+        unknown,
+        "List them or delete these.",
+        of="category",
+    )
+    findings.repaired("annotations of images that the file does not list", path, orphans, "left out")
+    findings.repaired("annotations without a box of four numbers", path, boxless, "left out")
+    findings.repaired("annotations without an area", path, areas, "width × height of the box taken")
+    table = {
+        "image": np.array([c[0] for c in columns], dtype=np.int64),
+        "label": np.array([c[1] for c in columns], dtype=np.int64),
+        "boxes": np.array([c[2] for c in columns], dtype=np.float64).reshape(-1, 4),
+        "crowd": np.array([c[3] for c in columns], dtype=bool),
+        "area": np.array([c[4] for c in columns], dtype=np.float64),
+    }
+    table["annotation_ids"] = _annotation_ids([c[5] for c in columns], path, findings)
+    table = _without_degenerate(table, image_ids, path, findings)
+    order = table["image"].argsort(kind="stable")
+    return {name: column[order] for name, column in table.items()}
+
+
+def _annotation_ids(rows: list[dict[str, Any]], path: Path, findings: Findings) -> np.ndarray:
+    """Unique ids; where one is missing, repeated or no positive number, all are numbered anew.
+
+    Evaluators look annotations up by id and take 0 for "no match".
+    """
+    ids = [as_id(row.get("id"))[0] for row in rows]
+    seen: set[int] = set()
+    missing, repeated = [], []
+    for place, number in enumerate(ids):
+        if number is None or number < 1:
+            missing.append(f"#{place}" if number is None else number)
+        elif number in seen:
+            repeated.append(number)
+        else:
+            seen.add(number)
+    findings.repaired("annotations without an id of at least 1", path, missing, "all numbered anew", of="annotation")
+    findings.repaired("annotation ids given twice", path, repeated, "all numbered anew", of="annotation")
+    if missing or repeated:
+        return np.arange(1, len(ids) + 1, dtype=np.int64)
+    return np.array(ids, dtype=np.int64)
+
+
+def _without_degenerate(
+    table: dict[str, np.ndarray], image_ids: np.ndarray, path: Path, findings: Findings
+) -> dict[str, np.ndarray]:
+    boxes = table["boxes"]
+    finite = np.isfinite(boxes).all(1)
+    positive = finite & (boxes[:, 2:] > 0).all(1)
+    ids = image_ids[table["image"]]
+    findings.repaired("boxes with NaN or infinite numbers", path, ids[~finite].tolist(), "left out")
+    findings.repaired("boxes whose width or height is not above 0", path, ids[finite & ~positive].tolist(), "left out")
+    return {name: column[positive] for name, column in table.items()}
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _box(value: Any) -> list[float] | None:
+    """Four floats, or None; numbers written as strings pass, words do not."""
+    if not isinstance(value, (list, tuple)) or len(value) != 4:
+        return None
+    try:
+        return [float(number) for number in value]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def fit_boxes(table: CocoTable, findings: Findings) -> tuple[CocoTable, np.ndarray]:
+    """Compare the boxes with the images.
+
+    Args:
+        table: with a size for every image.
+        findings: collects boxes that lie outside (left out) or stick out by more than a pixel (cut for training).
+
+    Returns:
+        The table without boxes that lie outside their image, and (T, 4) float64 left, top, right, bottom cut to it.
+    """
+    size = table.sizes[table.image].astype(np.float64)  # (T, 2)
+    corners = np.concatenate([table.boxes[:, :2], table.boxes[:, :2] + table.boxes[:, 2:]], 1)
+    limit = size[:, ::-1]
+    cut = np.concatenate([corners[:, :2].clip(0.0, limit), corners[:, 2:].clip(0.0, limit)], 1)
+    inside = (cut[:, 2:] - cut[:, :2] > 0).all(1)
+    stick_out = inside & (np.abs(cut - corners) > OUTSIDE).any(1)
+    ids = table.image_ids[table.image]
+    _refuse_other_formats(table, corners, size, findings)
+    findings.repaired("boxes outside their image", table.path, ids[~inside].tolist(), "left out")
+    findings.repaired(
+        f"boxes that stick out of their image by more than {OUTSIDE:g} px",
+        table.path,
+        ids[stick_out].tolist(),
+        "cut to the image in training, as written in evaluation",
+    )
+    return table.keep(inside), cut[inside]
+
+
+def _refuse_other_formats(table: CocoTable, corners: np.ndarray, size: np.ndarray, findings: Findings) -> None:
+    """Boxes in shares of the image, or as two corners, train a model of nonsense: better to say so."""
+    if len(corners) == 0:
+        return
+    if (table.boxes <= 1.0).all() and (size > 8).all():
+        findings.fatal(
+            "all boxes lie between 0 and 1, as if they were shares of the image",
+            table.path,
+            [],
+            "COCO boxes are left, top, width, height in pixels.",
+            of="",
+        )
+    far = (corners[:, 2:] > size[:, ::-1] + OUTSIDE).any(1)
+    as_corners = (table.boxes[:, 2:] > table.boxes[:, :2]).all(1) & (table.boxes[:, 2:] <= size[:, ::-1] + 1).all(1)
+    if len(corners) >= 20 and far.mean() > 0.2 and as_corners.all():
+        findings.fatal(
+            f"{far.mean():.0%} of the boxes stick out of their images, as if they were two corners",
+            table.path,
+            [],
+            "COCO boxes are left, top, width, height in pixels.",
+            of="",
+        )
+
+
+def choose_categories(table: CocoTable, names: list[str]) -> CocoTable:
+    """Only these categories; all images stay.
+
+    Args:
+        table: any.
+        names: of categories, or their ids.
+
+    Returns:
+        A table whose labels are the chosen categories in the order of their ids.
+
+    Raises:
+        UserError: an unknown name, or no name at all.
+    """
+    known = {**{str(number): label for label, number in enumerate(table.category_ids)}}
+    known |= {name: label for label, name in enumerate(table.labels)}
+    for name in names:
+        if str(name) not in known:
+            raise UserError(f"{table.path} has no category {name!r}.{closest(str(name), table.labels)}")
+    chosen = sorted({known[str(name)] for name in names})
+    if not chosen:
+        raise UserError("data.categories is empty: name at least one, or leave it out for all.")
+    place = np.full(len(table.labels), -1)
+    place[chosen] = np.arange(len(chosen))
+    part = table.keep(place[table.label] >= 0)
+    return replace(
+        part,
+        label=place[part.label],
+        labels=[table.labels[label] for label in chosen],
+        category_ids=[table.category_ids[label] for label in chosen],
+        supercategories=[table.supercategories[label] for label in chosen],
+    )
+
+
+def match_categories(table: CocoTable, reference: CocoTable) -> CocoTable:
+    """``table`` with the labels of ``reference``: val and test use the classes of the training file.
+
+    Raises:
+        UserError: a category of ``table`` is unknown to ``reference`` or has another name there.
+    """
+    if (table.category_ids, table.labels) == (reference.category_ids, reference.labels):
+        return table
+    label_of = {number: label for label, number in enumerate(reference.category_ids)}
+    for number, name in zip(table.category_ids, table.labels, strict=True):
+        if number not in label_of:
+            raise UserError(
+                f"{table.path} has category {number} ({name}), which {reference.path} has not: a model trained there "
+                "cannot find it. Use the same categories in both, or name the ones to use in data.categories."
+            )
+        if reference.labels[label_of[number]] != name:
+            raise UserError(
+                f"Category {number} is {name!r} in {table.path} but {reference.labels[label_of[number]]!r} in "
+                f"{reference.path}: the two files disagree."
+            )
+    place = np.array([label_of[number] for number in table.category_ids], dtype=np.int64)
+    return replace(
+        table,
+        label=place[table.label],
+        labels=reference.labels,
+        category_ids=reference.category_ids,
+        supercategories=reference.supercategories,
+    )

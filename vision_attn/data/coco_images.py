@@ -1,0 +1,237 @@
+"""The image files of an annotation file: found, looked at, and compared with what the file says about them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from vision_attn.data.coco import CocoTable
+from vision_attn.data.findings import Findings
+from vision_attn.data.images import read_image
+from vision_attn.errors import UserError
+
+_ORIENTATION = 0x0112  # EXIF tag
+_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a whole file ends with
+_TAIL = 4096  # bytes that are searched for it; some cameras write on after the end
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a look at the beginning and the end of an image file tells.
+
+    Attributes:
+        size: height and width as the image is shown; (0, 0) when it cannot be read.
+        stored: height and width as the file stores it, before its EXIF orientation is applied.
+        orientation: EXIF, 1 to 8.
+        bytes: of the file.
+        error: why it cannot be read, or None.
+    """
+
+    size: tuple[int, int] = (0, 0)
+    stored: tuple[int, int] = (0, 0)
+    orientation: int = 1
+    bytes: int = 0
+    error: str | None = None
+
+
+def image_folder_of(root: Path, json_path: Path) -> Path:
+    """Where the images of an annotation file usually lie, when nobody says.
+
+    ``instances_<name>.json`` or ``<name>.json`` means ``<root>/<name>`` or ``<root>/images/<name>``, where there is
+    such a folder; else ``<root>/images``; else the folder of the file.
+    """
+    name = json_path.stem.removeprefix("instances_")
+    for folder in (root / name, root / "images" / name, root / "images"):
+        if folder.is_dir():
+            return folder
+    return json_path.parent
+
+
+def image_paths(table: CocoTable, folder: Path) -> list[str]:
+    """The path of every image; names that already contain the folder's own name work too."""
+    prefix = f"{folder.name}/"
+    return [os.path.join(folder.parent if name.startswith(prefix) else folder, name) for name in table.files]
+
+
+def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    """``work`` for every item, in order; Pillow decodes without Python's lock."""
+    if len(items) < 32:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
+        return list(pool.map(work, items, chunksize=16))
+
+
+def look_at(path: str) -> Header:
+    """Size and orientation without decoding; a file whose end is missing is decoded to be sure."""
+    try:
+        with Image.open(path) as picture:
+            stored = (picture.height, picture.width)
+            # Pillow would decode a whole PNG to look for a tag behind the pixels
+            known = picture.format != "PNG" or "exif" in picture.info
+            tag = picture.getexif().get(_ORIENTATION, 1) if known else 1
+            end = _END.get(picture.format or "")
+        bytes_ = os.path.getsize(path)
+    except FileNotFoundError:
+        return Header(error="no such file")
+    except Exception as error:  # a damaged file can fail in every way there is
+        return Header(error=str(error) or type(error).__name__)
+    orientation = tag if isinstance(tag, int) and 1 <= tag <= 8 else 1
+    size = stored[::-1] if orientation >= 5 else stored
+    if end is not None:
+        with open(path, "rb") as file:
+            file.seek(max(bytes_ - _TAIL, 0))
+            whole = end in file.read()
+        if not whole:
+            try:
+                read_image(path)
+            except UserError as error:
+                reason = str(error.__cause__ or error)
+                return Header(bytes=bytes_, error=reason)
+    return Header(size, (stored[0], stored[1]), orientation, bytes_)
+
+
+def compare_with_files(
+    table: CocoTable, folder: Path, findings: Findings, *, skip_bad: bool = False
+) -> tuple[CocoTable, list[str], np.ndarray, np.ndarray]:
+    """Look at every image file and make boxes and files agree.
+
+    Args:
+        table: as read.
+        folder: of the images.
+        findings: collects what does not agree.
+        skip_bad: leave out images that cannot be read, instead of refusing the set.
+
+    Returns:
+        The table with a size for every image (the frame that boxes are measured in), N paths, (N, 2) int64 heights and
+        widths of the files as shown, and (N,) int64, the row of each image in the ``table`` that was given.
+
+    Raises:
+        UserError: missing or unreadable images, sizes that cannot be reconciled.
+    """
+    if not folder.is_dir():
+        findings.fatal(f"there is no image folder {folder}", table.path, [], "Name it in data.train_images, …", of="")
+    paths = image_paths(table, folder)
+    headers = in_threads(look_at, paths)
+    bad = np.array([header.error is not None for header in headers], dtype=bool)
+    missing = [table.files[row] for row, header in enumerate(headers) if header.error == "no such file"]
+    broken = [
+        f"{table.files[row]}: {header.error}"
+        for row, header in enumerate(headers)
+        if header.error not in (None, "no such file")
+    ]
+    for kind, files in ((f"images missing in {folder}", missing), ("images that cannot be read", broken)):
+        if skip_bad:
+            findings.repaired(kind, table.path, files, "left out", of="file")
+        else:
+            advice = "Put them there, or leave them out with data.skip_bad_images=true."
+            findings.fatal(kind, table.path, files, advice, of="file")
+    rows = np.flatnonzero(~bad)
+    if len(rows) == 0:
+        raise UserError(f"{table.path}: none of its {len(table)} images in {folder} can be read.")
+    if bad.any():
+        table = table.take(rows)
+    kept = [headers[row] for row in rows]
+    table = _same_frame(table, kept, findings)
+    return table, [paths[row] for row in rows], np.array([header.size for header in kept], dtype=np.int64), rows
+
+
+def _same_frame(table: CocoTable, headers: list[Header], findings: Findings) -> CocoTable:
+    """Sizes and boxes of the table in the frame of the image as it is shown, or one in proportion to it."""
+    sizes, boxes = table.sizes.copy(), table.boxes.copy()
+    turned, scaled, strange = [], [], []
+    for row, header in enumerate(headers):
+        said, shown = tuple(sizes[row].tolist()), header.size
+        if said == shown:
+            continue
+        if said == (0, 0):
+            sizes[row] = shown
+        elif said == header.stored:
+            chosen = table.image == row
+            boxes[chosen] = turn_boxes(boxes[chosen], said, header.orientation)
+            sizes[row] = shown
+            turned.append(int(table.image_ids[row]))
+        elif _in_proportion(said, shown):
+            scaled.append(int(table.image_ids[row]))
+        else:
+            number = int(table.image_ids[row])
+            strange.append(f"{number}: {said[1]}×{said[0]} said, {shown[1]}×{shown[0]} found")
+            if not findings.strict:
+                sizes[row] = shown
+    findings.fatal(
+        "images whose size is not what the file says, nor in proportion to it",
+        table.path,
+        strange,
+        "Their boxes cannot be trusted: correct the file.",
+    )
+    findings.repaired("boxes given before the EXIF rotation of their image", table.path, turned, "turned with it")
+    findings.repaired(
+        "images of another size than the file says, in proportion to it",
+        table.path,
+        scaled,
+        "boxes scaled with them; results are in the file's pixels",
+    )
+    return replace(table, sizes=sizes, boxes=boxes)
+
+
+def _in_proportion(said: tuple[int, int], shown: tuple[int, int]) -> bool:
+    """Whether one is the other resized, up to rounding to whole pixels."""
+    small, large = sorted((said, shown))
+    height, width = (large[axis] / small[axis] for axis in range(2))
+    return abs(height - width) * min(small) <= max(height, width, 1.0)
+
+
+def turn_boxes(boxes: np.ndarray, stored: tuple[int, int], orientation: int) -> np.ndarray:
+    """Boxes measured in the pixels as stored, measured in the image as shown.
+
+    Args:
+        boxes: (n, 4) left, top, width, height.
+        stored: height and width of the stored pixels.
+        orientation: EXIF, 5 to 8, those that swap the sides.
+    """
+    height, width = stored
+    left, top, wide, tall = boxes.T
+    x = height - top - tall if orientation in (6, 7) else top
+    y = width - left - wide if orientation in (7, 8) else left
+    return np.stack([x, y, tall, wide], 1)
+
+
+def content_hashes(paths: Sequence[str]) -> list[bytes]:
+    """A hash of every file's bytes."""
+
+    def one(path: str) -> bytes:
+        with open(path, "rb") as file:
+            return hashlib.blake2b(file.read(), digest_size=16).digest()
+
+    return in_threads(one, paths)
+
+
+def shared_content(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of rows whose files hold the same bytes; only files of equal length are read."""
+
+    def lengths(paths: Sequence[str]) -> list[int]:
+        found = []
+        for path in paths:
+            with contextlib.suppress(OSError):
+                found.append(os.path.getsize(path))
+                continue
+            found.append(-1)
+        return found
+
+    one, other = lengths(first), lengths(second)
+    common = (set(one) & set(other)) - {-1}
+    rows = [[row for row, length in enumerate(part) if length in common] for part in (one, other)]
+    hashes = [content_hashes([paths[row] for row in part]) for paths, part in zip((first, second), rows, strict=True)]
+    where: dict[bytes, list[int]] = {}
+    for row, digest in zip(rows[0], hashes[0], strict=True):
+        where.setdefault(digest, []).append(row)
+    return [(match, row) for row, digest in zip(rows[1], hashes[1], strict=True) for match in where.get(digest, ())]

@@ -1,0 +1,479 @@
+"""Images with boxes as a LightningDataModule: digit scenes, COCO, and every set in COCO's layout."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from vision_attn.data.augment import Augmenter
+from vision_attn.data.coco import CocoTable, choose_categories, fit_boxes, match_categories, read_coco
+from vision_attn.data.coco_images import compare_with_files, image_folder_of, shared_content
+from vision_attn.data.config import AugmentConfig
+from vision_attn.data.detection_augment import DetectionAugmentConfig, Resize, ViewMaker
+from vision_attn.data.detection_loader import DetectionEvalLoader, DetectionTrainLoader
+from vision_attn.data.detection_sets import Boxes, DetectionSet, FilePixels, MemoryPixels, make_targets
+from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
+from vision_attn.data.findings import Findings
+from vision_attn.data.loader import rank_and_world
+from vision_attn.data.policy import color_jitter
+from vision_attn.data.randomness import Stream, hashes, uniforms
+from vision_attn.data.sources import IMAGENET_MEAN, IMAGENET_STD, Split, data_root
+from vision_attn.errors import UserError, closest
+
+_OFF = DetectionAugmentConfig()
+_SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a known set lies and how large its images become.
+
+    Attributes:
+        folder: under the data root; ``""`` for the root itself.
+        files: annotation file of each split, under the folder.
+        images: folder of each split's images; a split that is missing here is looked for.
+        resize: what its images are brought to when nothing else is asked for.
+        mean, std: for normalisation.
+    """
+
+    folder: str
+    files: dict[Split, str]
+    images: dict[Split, str]
+    resize: Resize
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+
+
+def _layout(folder: str, names: tuple[str, ...], resize: Resize, **more: Any) -> Layout:
+    pairs = list(zip(_SPLITS, names, strict=False))
+    files: dict[Split, str] = {split: f"annotations/instances_{name}.json" for split, name in pairs}
+    return Layout(folder, files, dict(pairs), resize, **more)
+
+
+LAYOUTS = {
+    "coco": _layout("", ("train2017", "val2017"), Resize("shorter", (800, 1333))),
+    "coco_320": _layout("coco-320", ("train2017", "val2017"), Resize("shorter", (320, 320))),
+    "bccd": _layout("bccd", ("train", "val", "test"), Resize("shorter", (480, 640))),
+    "digit_scenes": _layout(
+        "", ("train", "val", "test"), Resize("stretch", (96, 96)), mean=(0.5,) * 3, std=(0.287,) * 3
+    ),
+}
+
+
+class DetectionData(LightningDataModule):
+    """Images with boxes.
+
+    Every random choice depends on (seed, epoch, image) alone: not on workers or a resume. Batches leave the loader as
+    raw pixels, already cut, resized and padded; colour and normalisation follow on the model's device, in
+    ``on_after_batch_transfer``, which also makes the ``targets``.
+
+    After it a batch has ``image`` (B, 3, H, W) float32, padding 0; ``mask`` (B, H, W) bool, True = image, or None when
+    nothing is padded; ``index`` (B,) int64, each image's place in its file; in training ``epoch``; and ``targets``, for
+    each image a dictionary with ``labels`` (n,) int64, ``boxes`` (n, 4) float32 (centre x, centre y, width, height as
+    shares of the unpadded image), ``image_id`` (the file's), ``size`` and ``orig_size`` (2,) int64, height and width
+    after and before the transforms. Crowds are no training targets; evaluation knows them (:meth:`ground_truth`).
+
+    Args:
+        name: ``digit_scenes``, ``coco`` (any set in COCO's layout), ``coco_320`` or ``bccd``.
+        root: folder of the set (``coco``), or the data root that holds it; None takes ``$VISION_ATTN_DATA``, then
+            ``~/.cache/vision_attn``.
+        train_json, val_json, test_json: annotation files, absolute or under ``root``. None: those of the official
+            layout; with a ``train_json`` of one's own, no validation or test.
+        train_images, val_images, test_images: folders of the images. None: those of the official layout, or the folder
+            that has the annotation file's name.
+        batch_size: training images per step and process.
+        eval_batch_size: images per evaluation batch and process.
+        img_size: the shorter side, or (height, width) of a fixed size. None: what the set is known for.
+        max_size: of the longer side, where only the shorter one is given.
+        resize: ``shorter`` brings the shorter side to ``img_size``; ``fit`` keeps the aspect within a fixed (height,
+            width) and pads the rest; ``stretch`` gives exactly that size. None: ``shorter`` for one number, ``fit`` for
+            two.
+        fraction: share of the training images to use; nested: a smaller share is part of a larger one of the same seed.
+        max_images: most training images to use, chosen in the same way.
+        eval_max_images: most images of each evaluation split, chosen in the same way.
+        categories: names, or ids, of the only classes to use. Training keeps the images that show one of them,
+            evaluation all images, because a false alarm on another image counts.
+        augment: what is done to training images.
+        num_workers: processes that read and augment.
+        seed: of order, augmentation and subsets.
+        drop_last: leave out the last training batch of an epoch when it is smaller than the others.
+        channels_last: give images in the channels-last memory format.
+        memory_limit_mb: splits of up to this many decoded megabytes are kept in memory.
+        group_batches: batches among which images are exchanged to put like shapes together. 1: none.
+        skip_bad_images: leave out images that are missing or damaged, with a warning, instead of refusing the set.
+        overlap: what to do with validation or test images that are in the training set too, by content: ``error``,
+            ``drop`` them from training with a warning, or ``allow`` them with a warning.
+
+    Attributes:
+        num_classes, labels, category_ids, img_size, preprocess: known at once. ``category_ids`` are the file's ids of
+            the contiguous labels.
+        data_hash: after ``setup``: 16 hexadecimal digits that change when the images or boxes read so far do.
+        findings: what was repaired in the files read so far.
+
+    Raises:
+        UserError: for an unknown name, a value out of range, or files that are missing or cannot be used.
+    """
+
+    in_chans = 3
+
+    def __init__(
+        self,
+        name: str = "digit_scenes",
+        root: str | Path | None = None,
+        train_json: str | Path | None = None,
+        val_json: str | Path | None = None,
+        test_json: str | Path | None = None,
+        train_images: str | Path | None = None,
+        val_images: str | Path | None = None,
+        test_images: str | Path | None = None,
+        batch_size: int = 16,
+        eval_batch_size: int = 16,
+        img_size: int | tuple[int, int] | None = None,
+        max_size: int = 1333,
+        resize: Literal["shorter", "fit", "stretch"] | None = None,
+        fraction: float = 1.0,
+        max_images: int | None = None,
+        eval_max_images: int | None = None,
+        categories: list[str] | None = None,
+        augment: DetectionAugmentConfig = _OFF,
+        num_workers: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        channels_last: bool = False,
+        memory_limit_mb: int = 1024,
+        group_batches: int = 16,
+        skip_bad_images: bool = False,
+        overlap: Literal["error", "drop", "allow"] = "error",
+    ) -> None:
+        super().__init__()
+        if name not in LAYOUTS:
+            raise UserError(f"Unknown data set {name!r}.{closest(name, LAYOUTS)} There are: {', '.join(LAYOUTS)}.")
+        for key, value in (
+            ("batch_size", batch_size),
+            ("eval_batch_size", eval_batch_size),
+            ("max_size", max_size),
+            ("group_batches", group_batches),
+        ):
+            _check(key, value, value >= 1, "at least 1")
+        for key, most in (("max_images", max_images), ("eval_max_images", eval_max_images)):
+            _check(key, most, most is None or most >= 1, "at least 1")
+        _check("num_workers", num_workers, num_workers >= 0, "at least 0")
+        _check("fraction", fraction, 0.0 < fraction <= 1.0, "above 0 and at most 1")
+        _check("overlap", overlap, overlap in ("error", "drop", "allow"), "error, drop or allow")
+        layout = LAYOUTS[name]
+        self.name, self.batch_size, self.eval_batch_size = name, batch_size, eval_batch_size
+        self.fraction, self.max_images, self.eval_max_images = fraction, max_images, eval_max_images
+        self.categories = None if categories is None else list(categories)
+        self.num_workers, self.seed, self.drop_last, self.group_batches = num_workers, seed, drop_last, group_batches
+        self.memory_limit, self.skip_bad_images, self.overlap = memory_limit_mb << 20, skip_bad_images, overlap
+        self.augment = replace(augment)
+        self.resize = _resize(layout.resize, img_size, max_size, resize)
+        self.maker = ViewMaker(self.augment, self.resize, seed)
+        self._data_root = data_root(root)
+        self.root = self._data_root / layout.folder
+        if name == "digit_scenes":
+            self.root = scenes_folder(self._data_root)
+        self._json = {"train": train_json, "val": val_json, "test": test_json}
+        self._images = {"train": train_images, "val": val_images, "test": test_images}
+        self.findings: list[Any] = []
+        self._tables: dict[str, CocoTable | None] = {}
+        self._splits: dict[str, DetectionSet | None] = {}
+        self.labels, self.category_ids = self._classes()
+        self.num_classes: int = len(self.labels)
+        self.img_size: tuple[int, int] = self.resize.size
+        self.preprocess: dict[str, Any] = {
+            "size": list(self.resize.size),
+            "resize": self.resize.mode,
+            "mean": list(layout.mean),
+            "std": list(layout.std),
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+        }
+        self._ground = (torch.tensor(layout.mean) * 255.0).round().to(torch.uint8)
+        self._normalizer = Augmenter(
+            AugmentConfig(), mean=layout.mean, std=layout.std, num_classes=self.num_classes, channels_last=channels_last
+        )
+        self.data_hash: str | None = None
+
+    # -- files ----------------------------------------------------------------------------------
+
+    def annotation_file(self, split: Split) -> Path | None:
+        """The annotation file of a split, or None where the set has none."""
+        given = self._json[split]
+        if given is None:
+            known = LAYOUTS[self.name].files.get(split)
+            if known is None or (self.name == "coco" and split != "train" and self._json["train"] is not None):
+                return None  # own training annotations are not validated on COCO's
+            return self.root / known
+        return self.root / Path(given).expanduser()
+
+    def image_folder(self, split: Split) -> Path:
+        """The folder of a split's images."""
+        given = self._images[split]
+        if given is not None:
+            return self.root / Path(given).expanduser()
+        file = self.annotation_file(split)
+        assert file is not None
+        known = LAYOUTS[self.name].images.get(split)
+        return self.root / known if self._json[split] is None and known else image_folder_of(self.root, file)
+
+    def _classes(self) -> tuple[list[str], list[int]]:
+        if self.name == "digit_scenes":  # known before a scene is made
+            if self.categories is None:
+                return [str(digit) for digit in range(10)], list(range(1, 11))
+            self.prepare_data()
+        table = self.table("train")
+        assert table is not None
+        return table.labels, table.category_ids
+
+    def table(self, split: Split) -> CocoTable | None:
+        """The annotations of a split, cut down to ``categories`` and checked, but not compared with the images."""
+        if split not in self._tables:
+            path = self.annotation_file(split)
+            if path is None:
+                self._tables[split] = None
+                return None
+            if not path.is_file() and not self.root.is_dir():
+                raise UserError(f"There is no folder {self.root} with the set {self.name!r}: set data.root.")
+            findings = Findings()
+            table = read_coco(path, findings)
+            if self.categories is not None:
+                table = choose_categories(table, self.categories)
+            if split != "train":
+                reference = self.table("train")
+                assert reference is not None
+                table = match_categories(table, reference)
+            self._note(findings)
+            self._tables[split] = table
+        return self._tables[split]
+
+    def _note(self, findings: Findings) -> None:
+        self.findings += findings.found
+        findings.warn()
+
+    # -- splits ---------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        if self.name == "digit_scenes":
+            prepare_scenes(self._data_root)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read what a stage needs and no more: ``fit`` does not touch the test images."""
+        names: dict[str | None, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        for split in names.get(stage, _SPLITS if stage is None else ("test",)):
+            self.split(split)
+
+    def split(self, name: Split) -> DetectionSet | None:
+        """``train`` (cut down to the subset asked for), ``val`` or ``test``; read once.
+
+        Returns:
+            The images, or None where the data set has no such split.
+        """
+        if name not in self._splits:
+            if self.name == "digit_scenes":
+                self.prepare_data()
+            table = self.table(name)
+            self._splits[name] = None if table is None else self._read(name, table)
+            digest = hashlib.sha256()
+            for _, part in sorted(self._splits.items()):
+                if part is not None:
+                    part.update_hash(digest)
+            self.data_hash = digest.hexdigest()[:16]
+        return self._splits[name]
+
+    def _read(self, name: Split, table: CocoTable) -> DetectionSet:
+        index = self._subset(name, table)
+        table = table.take(index)
+        findings = Findings()
+        table, paths, sizes, rows = compare_with_files(
+            table, self.image_folder(name), findings, skip_bad=self.skip_bad_images
+        )
+        index = index[rows]
+        if name == "train":
+            table, paths, kept = self._without_overlap(table, paths, findings)
+            sizes, index = sizes[kept], index[kept]
+        table, cut = fit_boxes(table, findings)
+        self._note(findings)
+        if name == "train" and not (~table.crowd).any():
+            raise UserError(f"{table.path}: no box is left to train on.")
+        stored = self.maker.stored(torch.from_numpy(sizes), training=name == "train")
+        fits = 3 * int(stored.prod(1).sum()) <= self.memory_limit
+        pixels = (MemoryPixels if fits else FilePixels)(paths, stored)
+        return DetectionSet(table, Boxes.of(table, cut), pixels, torch.from_numpy(index), self.maker, self._ground)
+
+    def _subset(self, name: Split, table: CocoTable) -> np.ndarray:
+        """Rows of a nested, seeded subset in the file's own order."""
+        rows = np.arange(len(table))
+        if name == "train" and self.categories is not None:
+            rows = np.unique(table.image)
+        count = round(self.fraction * len(rows)) if name == "train" else len(rows)
+        most = self.max_images if name == "train" else self.eval_max_images
+        count = min(count, most or count)
+        if len(rows) == 0:
+            raise UserError(f"{table.path}: no image shows any of {', '.join(map(str, self.categories or []))}.")
+        if count == 0:
+            raise UserError(f"data.fraction={self.fraction:g} of {len(rows)} training images leaves none.")
+        order = hashes(self.seed, 0, torch.from_numpy(rows), [Stream.SUBSET])[:, 0].argsort(stable=True)
+        return np.sort(rows[order[:count].numpy()])
+
+    def _without_overlap(
+        self, table: CocoTable, paths: list[str], findings: Findings
+    ) -> tuple[CocoTable, list[str], np.ndarray]:
+        """Deal with training images that a validation or test image repeats."""
+        everything = np.arange(len(paths))
+        for other in ("val", "test"):
+            if self.name == "digit_scenes" or self.annotation_file(other) is None:  # type: ignore[arg-type]
+                continue
+            other_table = self.table(other)  # type: ignore[arg-type]
+            assert other_table is not None
+            folder = self.image_folder(other)  # type: ignore[arg-type]
+            others = [str(folder / name) for name in other_table.files]
+            shared = sorted({row for row, _ in shared_content(paths, others)})
+            if not shared:
+                continue
+            ids = table.image_ids[shared].tolist()
+            kind = f"training images that are in {other_table.path.name} too, by content"
+            if self.overlap == "error":
+                findings.fatal(kind, table.path, ids, "Take them out of one, or set data.overlap to drop or allow.")
+            if self.overlap == "allow":
+                findings.repaired(kind, table.path, ids, "kept, as data.overlap says")
+                continue
+            findings.repaired(kind, table.path, ids, "left out of training")
+            everything = np.setdiff1d(everything, shared)
+        if len(everything) == 0:
+            raise UserError(f"{table.path}: every training image is in validation or test too.")
+        if len(everything) == len(paths):
+            return table, paths, everything
+        return table.take(everything), [paths[row] for row in everything], everything
+
+    def _required(self, name: Split) -> DetectionSet:
+        data = self.split(name)
+        if data is None:
+            raise UserError(f"The data set {self.name!r} has no {name} images: set data.{name}_json.")
+        return data
+
+    def ground_truth(self, split: Split) -> dict[str, Any]:
+        """A COCO dictionary of exactly the images that a split shows, with the file's ids and with crowds.
+
+        Boxes are in pixels of ``orig_size``.
+        """
+        return self._required(split).table.to_coco()
+
+    # -- loaders --------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> DetectionTrainLoader:
+        rank, world = rank_and_world()
+        return DetectionTrainLoader(
+            self._required("train"),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            rank=rank,
+            world=world,
+            # Lightning's overfit_batches means the same few batches in every epoch
+            shuffle=not getattr(self.trainer, "overfit_batches", 0),
+            drop_last=self.drop_last,
+            group=self.group_batches,
+            num_workers=self.num_workers,
+        )
+
+    def val_dataloader(self) -> DetectionEvalLoader | list[DetectionEvalLoader]:
+        """Validation batches; an empty list, which Lightning takes for "none", where the set has no such split."""
+        return [] if self.split("val") is None else self._eval_loader("val")
+
+    def test_dataloader(self) -> DetectionEvalLoader:
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> DetectionEvalLoader:
+        return self._eval_loader("test")
+
+    def _eval_loader(self, name: Split) -> DetectionEvalLoader:
+        rank, world = rank_and_world()
+        return DetectionEvalLoader(
+            self._required(name),
+            batch_size=self.eval_batch_size,
+            rank=rank,
+            world=world,
+            num_workers=self.num_workers,
+        )
+
+    def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int = 0) -> dict[str, Any]:
+        """Colour (training batches, which carry an ``epoch``), normalise, make the targets; on the batch's device."""
+        images, mask = batch["image"], batch["mask"]
+        if "epoch" in batch and self.augment.color_jitter:
+            streams = (Stream.BRIGHTNESS, Stream.CONTRAST, Stream.SATURATION)
+            draw = uniforms(self.seed, batch["epoch"], batch["index"], streams)
+            images = color_jitter(images, self.augment.color_jitter, draw, mask)
+        images = self._normalizer.normalize(images)
+        if mask is not None:
+            images = images.mul_(mask[:, None])
+        out = {"image": images, "mask": mask, "targets": make_targets(batch), "index": batch["index"]}
+        if "epoch" in batch:
+            out["epoch"] = batch["epoch"]
+        # Lightning casts inputs for precisions such as bf16-true before this hook, when they are still bytes
+        if self.trainer is not None:
+            out["image"] = self.trainer.precision_plugin.convert_input(images)
+        return out
+
+    # -- pictures -------------------------------------------------------------------------------
+
+    def sample_batch(
+        self, n: int = 16, augmented: bool = True, epoch: int = 0, split: Split = "train"
+    ) -> dict[str, Any]:
+        """The first n images of an epoch, or of an evaluation split, as a model gets them.
+
+        Args:
+            n: how many at most.
+            augmented: False shows training images whole.
+            epoch: whose draws to show.
+            split: from which to take them.
+
+        Returns:
+            A batch, see the class; :meth:`denormalize` gives pixels.
+        """
+        data = self._required(split)
+        if split == "train":
+            loader = DetectionTrainLoader(data, batch_size=n, seed=self.seed, group=1)
+            rows = loader.rows(epoch)[0]
+        else:
+            rows = torch.arange(min(n, len(data)))
+        batch = data.batch(rows, epoch if augmented and split == "train" else -1)
+        return self.on_after_batch_transfer(batch)
+
+    def denormalize(self, images: Tensor) -> Tensor:
+        """Normalised images (B, 3, H, W) back to raw pixels, uint8."""
+        return self._normalizer.denormalize(images)
+
+    def describe(self, stage: Split) -> str:
+        """What an evaluation looks at, in words."""
+        data = self._required(stage)
+        return f"{len(data):,} {stage} images with {len(data.boxes.labels):,} boxes"
+
+
+def _resize(default: Resize, img_size: int | tuple[int, int] | None, max_size: int, mode: str | None) -> Resize:
+    if img_size is None:
+        if mode in (None, default.mode):
+            return default
+        raise UserError(
+            f"data.resize={mode} needs data.img_size: {'one number' if mode == 'shorter' else 'two numbers'}."
+        )
+    sizes = (img_size,) if isinstance(img_size, int) else tuple(img_size)
+    _check("img_size", img_size, len(sizes) in (1, 2) and min(sizes) >= 1, "one or two positive numbers")
+    if mode is None:
+        mode = "shorter" if len(sizes) == 1 and default.mode == "shorter" else "fit"
+    if mode == "shorter":
+        _check("img_size", img_size, len(sizes) == 1, "one number, the shorter side, for data.resize=shorter")
+        _check("max_size", max_size, max_size >= sizes[0], f"at least data.img_size, {sizes[0]}")
+        return Resize("shorter", (sizes[0], max_size))
+    return Resize("fit" if mode == "fit" else "stretch", (sizes[0], sizes[-1]))
+
+
+def _check(name: str, value: object, fine: bool, expected: str) -> None:
+    if not fine:
+        raise UserError(f"data.{name} is {value!r}: expected {expected}.")

@@ -1,0 +1,258 @@
+"""A split of a detection set: pixels in memory or in files, boxes in tables, and how both become a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vision_attn.data import images as image_files
+from vision_attn.data.coco import CocoTable
+from vision_attn.data.coco_images import in_threads
+from vision_attn.data.detection_augment import ViewMaker, Views, draw_view, move_boxes
+from vision_attn.errors import UserError
+
+
+class Pixels(Protocol):
+    """Where the images of a split are.
+
+    Attributes:
+        sizes: (N, 2) int64, heights and widths as stored, which may be smaller than the files'.
+    """
+
+    sizes: Tensor
+
+    def read(self, row: int) -> Tensor:
+        """(3, h, w) uint8."""
+        ...
+
+
+class MemoryPixels:
+    """Decoded images in one piece of memory, brought to ``sizes``.
+
+    Args:
+        paths: N files.
+        sizes: (N, 2) int64 heights and widths.
+
+    Raises:
+        UserError: an image cannot be read.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Tensor) -> None:
+        self.sizes = sizes
+        counts = 3 * sizes.prod(1)
+        ends = counts.cumsum(0).tolist()
+        self._starts = [0, *ends[:-1]]
+        self._data = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
+
+        def decode(row: int) -> UserError | None:
+            try:
+                self.read(row).copy_(load(paths[row], sizes[row].tolist()))
+            except UserError as error:
+                return error
+            return None
+
+        for error in in_threads(decode, range(len(paths))):
+            if error is not None:
+                raise error
+        self._same = bool((sizes == sizes[:1]).all())
+
+    def read(self, row: int) -> Tensor:
+        height, width = self.sizes[row].tolist()
+        start = self._starts[row]
+        return self._data[start : start + 3 * height * width].view(3, height, width)
+
+    def stack(self, rows: Tensor) -> Tensor:
+        """(B, 3, h, w) uint8 of images of one size."""
+        height, width = self.sizes[0].tolist()
+        return self._data.view(-1, 3, height, width).index_select(0, rows)
+
+    @property
+    def same_size(self) -> bool:
+        """Whether all images have one size, so that :meth:`stack` works."""
+        return self._same
+
+    def fingerprint(self) -> bytes:
+        """All pixels."""
+        return self._data.numpy().tobytes()
+
+
+class FilePixels:
+    """Images that are decoded when they are asked for, and brought to ``sizes``.
+
+    Args:
+        paths: N files.
+        sizes: (N, 2) int64 heights and widths.
+    """
+
+    same_size = False
+
+    def __init__(self, paths: Sequence[str], sizes: Tensor) -> None:
+        self.paths, self.sizes = list(paths), sizes
+
+    def read(self, row: int) -> Tensor:
+        return load(self.paths[row], self.sizes[row].tolist())
+
+    def fingerprint(self) -> bytes:
+        """Name and length of every file."""
+        return b"".join(image_files.fingerprint(path, 0) for path in self.paths)
+
+
+def load(path: str, size: Sequence[int]) -> Tensor:
+    """(3, h, w) uint8 of a file, resized to ``size`` (height, width) with antialiasing.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    return resize_picture(image_files.read_image(path), size)
+
+
+def resize_picture(picture: Image.Image, size: Sequence[int]) -> Tensor:
+    """(3, h, w) uint8 of an RGB picture brought to ``size`` (height, width)."""
+    height, width = size
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+    return image_files.to_tensor(picture)
+
+
+@dataclass
+class Boxes:
+    """The training targets of N images, without crowds.
+
+    Attributes:
+        corners: (T, 4) float64 left, top, right, bottom as shares of the image's width and height, in 0...1.
+        labels: (T,) int64.
+        starts: (N + 1,) int64: image i has the boxes starts[i] ... starts[i + 1] - 1.
+    """
+
+    corners: Tensor
+    labels: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, table: CocoTable, cut: np.ndarray) -> Boxes:
+        """Of a table and its boxes cut to the images, (T, 4) left, top, right, bottom in pixels."""
+        plain = ~table.crowd
+        size = table.sizes[table.image[plain]][:, [1, 0, 1, 0]]
+        corners = torch.from_numpy(cut[plain] / size)
+        counts = np.bincount(table.image[plain], minlength=len(table))
+        starts = torch.from_numpy(np.concatenate([[0], counts.cumsum()]))
+        return cls(corners, torch.from_numpy(table.label[plain]), starts)
+
+    def rows(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The boxes of some images: their rows, and for each the place of its image in ``images``."""
+        starts, counts = self.starts[images], self.starts[images + 1] - self.starts[images]
+        image = torch.arange(len(images)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[image]
+        return starts[image] + torch.arange(len(image)) - first, image
+
+
+class DetectionSet:
+    """One split: what :class:`DetectionData` loads batches from.
+
+    Args:
+        table: of exactly these images.
+        boxes: their targets.
+        pixels: their images.
+        index: (N,) int64, the place of each image in its file's own order; keys all randomness.
+        maker: of views.
+        ground: (3,) uint8, the colour around images that are made smaller.
+    """
+
+    def __init__(
+        self, table: CocoTable, boxes: Boxes, pixels: Any, index: Tensor, maker: ViewMaker, ground: Tensor
+    ) -> None:
+        self.table, self.boxes, self.pixels, self.index, self.maker = table, boxes, pixels, index, maker
+        self.ground = ground.view(3, 1, 1)
+        self.image_ids: list[int] = table.image_ids.tolist()
+        self.orig_sizes = torch.from_numpy(table.sizes)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def views(self, rows: Tensor, epoch: int) -> Views:
+        """The views of some images in an epoch; -1 means evaluation."""
+        sizes = self.pixels.sizes[rows]
+        return self.maker.evaluation(sizes) if epoch < 0 else self.maker.training(sizes, epoch, self.index[rows])
+
+    def batch(self, rows: Tensor, epoch: int = -1) -> dict[str, Any]:
+        """Images and boxes as they are in an epoch.
+
+        Args:
+            rows: (B,) int64.
+            epoch: whose draws; -1 for evaluation.
+
+        Returns:
+            ``image`` (B, 3, H, W) uint8, padded with 0 below and to the right; ``mask`` (B, H, W) bool, True = image,
+            or None when nothing is padded; ``boxes`` (T, 4) float32 centre x, centre y, width, height as shares of the
+            images; ``labels`` (T,) int64; ``counts``, boxes of each image; ``size`` and ``orig_size`` (B, 2) int64;
+            ``image_id``, B ints; ``index`` (B,) int64; in training ``epoch``.
+
+        Raises:
+            UserError: an image cannot be read.
+        """
+        views = self.views(rows, epoch)
+        image, mask = self._render(rows, views)
+        chosen, place = self.boxes.rows(rows)
+        least = self.maker.config.min_visible if epoch >= 0 else 0.0
+        boxes, keep = move_boxes(self.boxes.corners[chosen], self.pixels.sizes[rows], place, views, least)
+        batch = {
+            "image": image,
+            "mask": mask,
+            "boxes": boxes[keep],
+            "labels": self.boxes.labels[chosen][keep],
+            "counts": place[keep].bincount(minlength=len(rows)).tolist(),
+            "size": views.output,
+            "orig_size": self.orig_sizes[rows],
+            "image_id": [self.image_ids[row] for row in rows.tolist()],
+            "index": self.index[rows],
+        }
+        return batch if epoch < 0 else {**batch, "epoch": epoch}
+
+    def _render(self, rows: Tensor, views: Views) -> tuple[Tensor, Tensor | None]:
+        pixels = self.pixels
+        if pixels.same_size and torch.equal(views.source, views.place) and _whole(views, pixels.sizes[0]):
+            images = pixels.stack(rows)  # nothing is resized: one copy for all
+            for axis in (0, 1):
+                if views.mirror[:, axis].any():
+                    chosen = views.mirror[:, axis].nonzero()[:, 0]
+                    images[chosen] = images[chosen].flip(axis + 2)
+            return images, None
+        fixed = self.maker.fixed
+        height, width = fixed or views.output.amax(0).tolist()
+        padded = bool((views.output != torch.tensor([height, width])).any())
+        make = torch.zeros if padded else torch.empty
+        out = make(len(rows), 3, height, width, dtype=torch.uint8)
+        for place, row in enumerate(rows.tolist()):
+            draw_view(pixels.read(row), views, place, out[place], self.ground)
+        if not padded:
+            return out, None
+        tall, wide = views.output.unbind(1)
+        mask = (torch.arange(height) < tall[:, None])[:, :, None] & (torch.arange(width) < wide[:, None])[:, None]
+        return out, mask
+
+    def update_hash(self, digest: Any) -> None:
+        """Feed everything that makes this set what it is to a hashlib object."""
+        for part in (self.table.image_ids, self.table.sizes, self.boxes.corners.numpy(), self.boxes.labels.numpy()):
+            digest.update(np.ascontiguousarray(part))
+        digest.update("\n".join(self.table.labels).encode())
+        digest.update(self.boxes.starts.numpy())
+        digest.update(self.pixels.fingerprint())
+
+
+def _whole(views: Views, size: Tensor) -> bool:
+    """Whether every view is the whole image and nothing else."""
+    return bool((views.output == size).all() and (views.source[:, 2:] == size).all())
+
+
+def make_targets(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets of a batch, one dictionary for each image, as views of the batch's flat tensors."""
+    parts = (batch["labels"].split(batch["counts"]), batch["boxes"].split(batch["counts"]))
+    rows = zip(*parts, batch["image_id"], batch["size"], batch["orig_size"], strict=True)
+    names = ("labels", "boxes", "image_id", "size", "orig_size")
+    return [dict(zip(names, row, strict=True)) for row in rows]
