@@ -32,8 +32,16 @@ MOST_VALUES = 500_000
 
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
 
-_PRIVATE = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable", "backbone_weights")
-"""Arguments by which timm would open other files, or the network."""
+_PRIVATE = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+    "scriptable",
+    "backbone_weights",
+)
+"""Arguments by which timm or a detector would open other files, or the network."""
 
 _BUFFERS = 2**28  # bytes of tables that are computed and not stored, beside which a small file may look small
 

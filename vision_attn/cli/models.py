@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
     parser = make_parser("models", "List models with their parameters and multiply-accumulates (MACs) per image.")
     parser.add_argument("pattern", nargs="?", default="*", help="a name for details, or a shell pattern like 'cct*'")
     parser.add_argument("--img_size", type=int | None, default=None, help="pixels, for one named model")
-    parser.add_argument("--num_classes", type=int | None, default=None, help="outputs (default: 10 or 1000 by size)")
+    parser.add_argument("--num_classes", type=int | None, default=None, help="outputs (default: 10 or 1000 by size, 91 of detectors)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parse(parser, argv)
 
@@ -82,7 +82,7 @@ def count(number: int) -> str:
 def _show_table(found: list[Profile]) -> None:
     from rich.table import Table
 
-    table = Table(caption="10 classes below 100 px, 1000 above.\nDetails of one: vision-attn models NAME")
+    table = Table(caption="10 classes below 100 px, 1000 above; detectors 91.\nDetails of one: vision-attn models NAME")
     table.add_column("model", no_wrap=True)
     table.add_column("family")
     for title in ("parameters", "MACs", "image"):

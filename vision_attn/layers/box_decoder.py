@@ -22,6 +22,11 @@ LIMIT = 7.0
 """Logits of references stay within ±7, so that a box at the border of an image (σ(7) = 0.999) can still come back."""
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Out of half precision, in which a box is no finer than a few pixels."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 class MLP(nn.Module):
     """Linear layers with ReLU between them: (…, in_dim) → (…, out_dim).
 
@@ -155,7 +160,7 @@ class BoxDecoder(nn.Module):
         """
         x, reference = queries.content, queries.reference
         if self.point_head is not None:
-            reference = self.point_head(queries.position).float()
+            reference = at_least_float32(self.point_head(queries.position))
         axes = _axes(memory.keep, x.dtype) if self.biases is not None else None
         outputs, boxes = [], []
         for i, layer in enumerate(self.layers):

@@ -14,9 +14,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError, closest
+from vision_attn.layers.resnet import ResNet
 from vision_attn.models.registry import create_model, list_models
 
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+RESNETS: dict[str, dict[str, Any]] = {
+    "resnet18": {"depths": (2, 2, 2, 2), "widths": (64, 128, 256, 512), "bottleneck": False},
+    "resnet34": {"depths": (3, 4, 6, 3), "widths": (64, 128, 256, 512), "bottleneck": False},
+    "resnet50": {"depths": (3, 4, 6, 3), "widths": (256, 512, 1024, 2048)},
+    "resnet101": {"depths": (3, 4, 23, 3), "widths": (256, 512, 1024, 2048)},
+}
+"""Arguments of ``ResNet``."""
+
 LIGHT: dict[str, tuple[int, ...]] = {"light_cnn": (32, 64, 128), "light_cnn_small": (48, 96, 192)}
 """Widths of the halvings of the light CNNs."""
 
@@ -146,8 +154,8 @@ def make_backbone(
         in_chans: channels of the images.
         img_size: (height, width), for those that lay out positions.
         weights: True for the library's pretrained ones (needs the network), or a checkpoint file.
-        options: of the backbone: ``dilation`` and ``norm`` of a ResNet, ``norm`` and more of timm's, the arguments of
-            a model of the zoo, ``widths`` of a light CNN.
+        options: of the backbone: the arguments of ``ResNet`` (``dilation``, ``norm``, …), of ``LightCNN``, of the model
+            of the zoo, or ``norm`` and what timm takes.
 
     Raises:
         UserError: unknown name, option or weights.
@@ -170,9 +178,7 @@ def _build(
     if name in LIGHT:
         return LightCNN(**{"widths": LIGHT[name], **options}, in_chans=in_chans)
     if name in RESNETS:
-        from vision_attn.models.resnet_backbone import ResNetBackbone
-
-        return ResNetBackbone(name, in_chans=in_chans, **options)
+        return ResNet(**{**RESNETS[name], **options}, in_chans=in_chans)
     if name in list_models(task="classification") and name.startswith(("vit", "swin")):
         if name.startswith("swin"):
             options = {"features_only": True, **options}

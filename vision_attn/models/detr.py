@@ -17,7 +17,7 @@ from vision_attn.attention.config import PATTERN_OPTIONS
 from vision_attn.attention.positions import LAYER_POSITIONS
 from vision_attn.detection.denoising import Denoising, make_denoising
 from vision_attn.errors import UserError
-from vision_attn.layers.box_decoder import MLP, BoxDecoder, Memory, Queries
+from vision_attn.layers.box_decoder import MLP, BoxDecoder, Memory, Queries, at_least_float32
 from vision_attn.layers.embed import pair
 from vision_attn.layers.encoder import EncoderLayer
 from vision_attn.layers.padding import apart, pad_together, unpadded
@@ -45,6 +45,7 @@ class DETR(nn.Module):
         in_chans: channels of the images.
         backbone, backbone_options, backbone_weights: see ``make_backbone``.
         embed_dim, num_heads, enc_layers, dec_layers, mlp_ratio: width D, heads, layers, hidden width of MLPs over D.
+        dec_heads, dec_mlp_ratio: of the decoder, where they are others.
         num_queries: N.
         queries: ``learned`` positions; ``point``: and a point that follows from them; ``box``: learned boxes (DAB-DETR:
             Liu et al. 2022, arXiv 2201.12329).
@@ -88,6 +89,8 @@ class DETR(nn.Module):
         enc_layers: int = 6,
         dec_layers: int = 6,
         mlp_ratio: float = 8.0,
+        dec_heads: int | None = None,
+        dec_mlp_ratio: float | None = None,
         num_queries: int = 100,
         queries: str = "learned",
         refine: bool = False,
@@ -149,7 +152,7 @@ class DETR(nn.Module):
         self.queries = ObjectQueries(num_queries * query_groups, embed_dim, queries, anchors=not query_selection)
         self.decoder = BoxDecoder(
             embed_dim,
-            num_heads,
+            dec_heads or num_heads,
             dec_layers,
             reference="none" if queries == "learned" else queries,
             refine=refine,
@@ -159,7 +162,7 @@ class DETR(nn.Module):
             temperature=temperature,
             attention=own,
             cross_attention=cross,
-            **layer,
+            **{**layer, "mlp_ratio": dec_mlp_ratio or mlp_ratio},
         )
         num_logits = num_classes + (classification == "softmax")
         self.class_embed = nn.Linear(embed_dim, num_logits)
@@ -190,7 +193,7 @@ class DETR(nn.Module):
         memory = self.encode(*self.features(images, mask))
         queries, denoising, selected = self._queries(memory, targets)
         found, boxes = self.decoder(queries, memory, self.bbox_embed)
-        logits, boxes = _at_least_float32(self.class_embed(found)), _at_least_float32(boxes).sigmoid()
+        logits, boxes = at_least_float32(self.class_embed(found)), at_least_float32(boxes).sigmoid()
         outputs: dict[str, Any] = {}
         if denoising is not None:
             m = denoising.labels.shape[1]
@@ -263,10 +266,6 @@ class DETR(nn.Module):
         if targets is None:
             return None
         return make_denoising(targets, num_classes=self.num_classes, num_queries=num_queries, **self.denoising)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _with_denoising(queries: Queries, denoising: Denoising, content: Tensor) -> Queries:

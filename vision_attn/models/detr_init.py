@@ -36,14 +36,14 @@ class ObjectQueries(nn.Module):
 
     def forward(self, batch: int, num: int) -> Queries:
         """The first ``num`` queries for a batch."""
-        position = None if self.position is None else self.position[None, :num]
-        reference = None if self.anchors is None else self.anchors[None, :num]
-        if self.content is None:
-            assert position is not None
-            content = torch.zeros_like(position).repeat(batch, 1, 1)
-        else:
-            content = self.content[None, :num].repeat(batch, 1, 1)
-        return Queries(content, position, reference)
+        # repeated and not expanded: a view of a parameter asks for gradients even where none are wanted, and PyTorch's
+        # counter of operations stumbles over it
+        position = None if self.position is None else self.position[:num].repeat(1, 1, 1)
+        reference = None if self.anchors is None else self.anchors[:num].repeat(1, 1, 1)
+        if self.content is not None:
+            return Queries(self.content[:num].repeat(batch, 1, 1), position, reference)
+        assert position is not None
+        return Queries(torch.zeros_like(position).repeat(batch, 1, 1), position, reference)
 
 
 def spread(num: int) -> Tensor:

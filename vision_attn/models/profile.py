@@ -8,12 +8,13 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vision_attn.layers.embed import pair
 from vision_attn.models.registry import create_model, list_models, model_class, model_defaults
 
-SMALL = 100  # pixels: below, models are listed with CIFAR's 10 classes, above with ImageNet's 1000
+SMALL = 100  # pixels: below, models are listed with 10 classes (CIFAR's), above with ImageNet's 1000, detectors with 91
 
 
 @dataclasses.dataclass
@@ -87,7 +88,7 @@ def profile(
     Args:
         name: as for ``create_model``.
         img_size: pixels; the model's own size by default (timm: its pretrained size).
-        num_classes: 10 for models of small images and 1000 otherwise by default.
+        num_classes: by default 10 for models of small images, 91 for other detectors and 1000 for other models.
         in_chans: channels of the images.
         **kwargs: further arguments of the model.
 
@@ -97,7 +98,8 @@ def profile(
 
     known = name in list_models()
     meant_for = model_defaults(name)["img_size"] if known else 224
-    classes = num_classes or (10 if meant_for < SMALL else 1000)
+    most = 91 if name in list_models(task="detection") else 1000
+    classes = num_classes or (10 if max(pair(meant_for)) < SMALL else most)
     with torch.device("meta"):
         model: Any = create_model(name, num_classes=classes, img_size=img_size, in_chans=in_chans, **kwargs)
     size = model.config["preprocess"]["size"]
@@ -112,7 +114,7 @@ def _count(model: nn.Module, img_size: tuple[int, int] | list[int], in_chans: in
     kernels: dict[Any, str] = {m: m.kernel for m in model.modules() if isinstance(getattr(m, "kernel", None), str)}  # type: ignore[misc]
     shapes: dict[str, list[int]] = {}
     hooks = [
-        child.register_forward_hook(lambda _m, _i, out, name=name: shapes.__setitem__(name, list(out.shape[1:])))
+        child.register_forward_hook(lambda _m, _i, out, name=name: _note_shape(shapes, name, out))
         for name, child in model.named_children()
     ]
     was_training, all_tokens = model.training, getattr(model, "all_tokens", None)
@@ -136,6 +138,12 @@ def _count(model: nn.Module, img_size: tuple[int, int] | list[int], in_chans: in
     root = type(model).__name__
     parts = [_part(name, child, root, flops, shapes) for name, child in model.named_children()]
     return counter.get_total_flops() // 2, [part for part in parts if part.params or part.macs]
+
+
+def _note_shape(shapes: dict[str, list[int]], name: str, out: Any) -> None:
+    """Of parts that give one tensor; the decoder of a detector gives two."""
+    if isinstance(out, Tensor):
+        shapes[name] = list(out.shape[1:])
 
 
 def _part(name: str, child: nn.Module, root: str, flops: dict[str, int], shapes: dict[str, list[int]]) -> Part:
