@@ -78,14 +78,23 @@ class Faithfulness:
         return (1 + float((trials >= score).sum())) / (1 + len(trials))
 
     def beats_random(self, name: str) -> bool:
-        """Whether at most one in twenty random maps does as well."""
-        return self.chance(name) <= 0.05 + 1e-9
+        """Whether at most one in twenty random maps does as well, and, from five images on, the lead is no accident.
+
+        With fewer images than five an interval over images says nothing, so that the answer is about those alone.
+        """
+        sure = len(self.random.deletion) < 5 or self.lead(name)[1] > 0
+        return self.chance(name) <= 0.05 + 1e-9 and sure
 
     def verdict(self, name: str) -> str:
         """A few words for the title of a figure."""
         if self.beats_random(name):
-            return f"better than random ({self.lead(name)[0]:+.2f})"
-        return "NO BETTER THAN RANDOM on these images"
+            return f"better than random ({self.lead(name)[0]:+.2f}) on {self._where}"
+        return f"NO BETTER THAN RANDOM on {self._where}"
+
+    @property
+    def _where(self) -> str:
+        count = len(self.random.deletion)
+        return f"these {count} images" if count > 1 else "this image"
 
 
 @torch.no_grad()

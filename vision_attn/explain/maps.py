@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Layout, Recorder, record, recordable
+from vision_attn.attention.recorder import Call
 from vision_attn.errors import UserError, closest
 from vision_attn.explain.planes import Grid, Plane, evaluating, layer_plane
 
@@ -74,7 +75,7 @@ def attention_maps(
         UserError: no attention layer, head or query goes by what was asked for, or the maps would not fit in memory.
     """
     with recording(model, images, mask=mask, layers=layers, heads=heads, queries=queries) as run:
-        _refuse_too_large(run.recorder)
+        refuse_too_large([call for calls in run.recorder.calls.values() for call in calls])
         maps = AttentionMaps()
         for name in run.names():
             maps[name] = run.weights(name)
@@ -197,13 +198,13 @@ def _memory_of(model: nn.Module) -> Iterator[list[Grid]]:
         handle.remove()
 
 
-def _refuse_too_large(recorder: Recorder) -> None:
-    """Says how large the maps would be, before memory runs out.
+def refuse_too_large(calls: Sequence[Call]) -> None:
+    """Says how large maps would be, before memory runs out.
 
     Raises:
         UserError: they would take more than half of what is free.
     """
-    need, call = recorder.bytes(), max((c for calls in recorder.calls.values() for c in calls), key=lambda c: c.bytes)
+    need, call = sum(call.bytes for call in calls), max(calls, key=lambda call: call.bytes)
     free = free_memory(call.operands.q.device)
     if need > SHARE * free:
         b, h, n, m = call.shape

@@ -1,0 +1,201 @@
+"""What is shown of a model and some pictures: data for figures and page.
+
+Legend: H heads, Q queries, R × C cells of a grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vision_attn.explain.distance import HeadStatistics
+from vision_attn.explain.faithfulness import Faithfulness
+from vision_attn.explain.maps import Recording, recording, refuse_too_large
+from vision_attn.explain.planes import Plane
+from vision_attn.explain.receptive_field import ReceptiveField
+
+QUERY_SIDE, KEY_SIDE = 16, 32  # larger grids are thinned out and pooled
+
+
+@dataclasses.dataclass
+class LayerView:
+    """The map of one attention layer for one picture, ready to be shown.
+
+    Attributes:
+        name: of the layer.
+        implied: whether the map is one that the result implies.
+        weights: (H, Q, R, C) over the image.
+        elsewhere: (H, Q) weight on tokens that do not lie on the image.
+        labels: of the queries.
+        cells: (row, column) of each query; None for those that lie nowhere.
+        query_grid: (rows, columns) of the queries' grid; None where they lie nowhere.
+        heads: their numbers.
+    """
+
+    name: str
+    implied: bool
+    weights: Tensor
+    elsewhere: Tensor
+    labels: list[str]
+    cells: list[tuple[int, int] | None]
+    query_grid: tuple[int, int] | None
+    heads: list[int]
+
+
+@dataclasses.dataclass
+class Detection:
+    """One detected object and what was looked at for it.
+
+    Attributes:
+        label, score, query: class, confidence, object query.
+        box: left, top, right, bottom in shares of the picture.
+        maps: title → (R, C).
+    """
+
+    label: str
+    score: float
+    query: int
+    box: tuple[float, float, float, float]
+    maps: dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class PictureView:
+    """One picture through one model's eyes.
+
+    Attributes:
+        source: file.
+        pixels: (3, H, W) uint8 as the model sees it.
+        answer: in words.
+        layers: maps of attention layers.
+        summaries: title → (R, C), maps of the whole model.
+        detections: of a detector.
+    """
+
+    source: str
+    pixels: Tensor
+    answer: str
+    layers: list[LayerView]
+    summaries: dict[str, Tensor]
+    detections: list[Detection]
+
+
+@dataclasses.dataclass
+class Insight:
+    """One model.
+
+    Attributes:
+        name: of the model.
+        pictures: what is shown.
+        statistics: layer name → numbers about its heads.
+        worth: deletion and insertion curves; None where there is no map of the whole model.
+        field: effective receptive field; None where features do not lie on the image.
+        notes: what could not be shown, and why.
+        clouds: query → (n, 4) boxes it gave over a set, for a detector.
+    """
+
+    name: str
+    pictures: list[PictureView]
+    statistics: dict[str, HeadStatistics]
+    worth: Faithfulness | None
+    field: ReceptiveField | None
+    notes: list[str]
+    clouds: Tensor | None = None
+
+    def title(self, summary: str) -> str:
+        """The name of a map of the whole model, and what it is worth."""
+        if self.worth is None or summary not in self.worth.curves:
+            return summary
+        return f"{summary}: {self.worth.verdict(summary)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What to look at.
+
+    Attributes:
+        layers, heads, queries: as for ``attention_maps``.
+        trials: random maps that every map is compared with; 0 for no comparison.
+        steps: of deletion and insertion.
+        threshold: detections must be surer.
+        most: detections shown of a picture.
+    """
+
+    layers: str | Sequence[str] = "all"
+    heads: Sequence[int] | None = None
+    queries: Sequence[int] | None = None
+    trials: int = 19
+    steps: int = 8
+    threshold: float = 0.3
+    most: int = 8
+
+
+def run_one(model: nn.Module, image: Tensor, choice: Choice) -> AbstractContextManager[Recording]:
+    """A recorded forward pass of one image (C, H, W)."""
+    return recording(model, image[None], layers=choice.layers, heads=choice.heads, queries=choice.queries)
+
+
+def layer_views(run: Recording, choice: Choice) -> list[LayerView]:
+    """Every layer whose keys lie on the image; one map at a time is held whole."""
+    return [view for name in run.names() if (view := _layer(run, name, choice)) is not None]
+
+
+def _layer(run: Recording, name: str, choice: Choice) -> LayerView | None:
+    """One layer for the page; None where its keys do not lie on the image."""
+    queries, keys = run.planes(name)
+    if keys is None:
+        return None
+    call = run.recorder.calls_of(name)[0]
+    refuse_too_large([call])
+    weights = run.weights(name)[0]  # (H, N, M)
+    rows = list(range(weights.shape[1])) if call.rows is None else call.rows.tolist()
+    picked, labels, cells = _queries(rows, queries)
+    weights = weights[:, picked]
+    on_image = keys.to_image(weights)  # (H, Q, R, C)
+    elsewhere = weights[..., : keys.prefix].sum(-1)
+    heads = list(choice.heads) if choice.heads is not None else list(range(weights.shape[0]))
+    grid = None if queries is None else queries.grid
+    implied = run.recorder.implied(name)
+    return LayerView(name, implied, _pooled(on_image), elsewhere, labels, cells, grid, heads)
+
+
+def _queries(rows: list[int], plane: Plane | None) -> tuple[list[int], list[str], list[tuple[int, int] | None]]:
+    """Which of the rows are shown, what they are called and where they lie."""
+    if plane is None:
+        return list(range(len(rows))), [f"query {row}" for row in rows], [None] * len(rows)
+    where = {int(token): place for place, token in enumerate(plane.places().flatten().tolist())}
+    keep = set(_thinned(plane.grid)) if len(rows) == plane.length else None
+    picked, labels, cells = [], [], []
+    for index, row in enumerate(rows):
+        place = where.get(row)
+        if place is None and row < plane.prefix:
+            picked.append(index)
+            labels.append("class token" if row == 0 else f"token {row}")
+            cells.append(None)
+        elif place is not None and (keep is None or place in keep):
+            cell = place // plane.grid[1], place % plane.grid[1]
+            picked.append(index)
+            labels.append(f"row {cell[0]}, column {cell[1]}")
+            cells.append(cell)
+    return picked, labels, cells
+
+
+def _thinned(grid: tuple[int, int]) -> list[int]:
+    """Places of a large grid, evenly spread."""
+    chosen = [sorted({round(x) for x in torch.linspace(0, side - 1, min(side, QUERY_SIDE)).tolist()}) for side in grid]
+    return [row * grid[1] + column for row in chosen[0] for column in chosen[1]]
+
+
+def _pooled(weights: Tensor) -> Tensor:
+    """Neighbouring keys of a large grid summed up."""
+    rows, columns = weights.shape[-2:]
+    to = min(rows, KEY_SIDE), min(columns, KEY_SIDE)
+    if to == (rows, columns):
+        return weights
+    pooled = F.adaptive_avg_pool2d(weights, to)
+    return pooled / pooled.sum((-2, -1), keepdim=True).clamp_min(1e-12) * weights.sum((-2, -1), keepdim=True)
