@@ -28,6 +28,7 @@ class TrainingModule(pl.LightningModule):
     """
 
     model: Any  # a module with .config
+    shown: frozenset[str] | None = None  # the metrics that a line of progress has room for; None: all
 
     def __init__(self, optimizer: OptimizerConfig | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -102,10 +103,11 @@ class TrainingModule(pl.LightningModule):
         seed_generators(step_seed(self.seed, self.current_epoch, batch_idx, self.global_rank), self.device)
         config = self.optimizer_config
         floor = config.min_lr / config.lr if config.lr else 0.0
+        shape = (config.warmup, config.schedule, floor, config.drop_at, config.drop_factor)
         if self.budget_used is not None:
-            factor = lr_factor_by_budget(self.budget_used, self.global_step, config.warmup, config.schedule, floor)
+            factor = lr_factor_by_budget(self.budget_used, self.global_step, *shape)
         else:
-            factor = lr_factor_by_step(self.global_step, self.total_steps, config.warmup, config.schedule, floor)
+            factor = lr_factor_by_step(self.global_step, self.total_steps, *shape)
         self.lr = config.lr * factor
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = group["peak_lr"] * factor

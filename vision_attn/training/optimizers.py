@@ -32,9 +32,11 @@ class OptimizerConfig:
             e.g. ``{"backbone.*": 0.1}``. Names are the model's, as in ``model.named_parameters()``.
         warmup: linear warm-up; below 1 a fraction of the run (of the budget, when there is one), otherwise a
             number of optimizer steps.
-        schedule: ``cosine``, ``linear`` or ``constant`` after the warm-up, counted in optimizer steps, or in the
-            fraction of the time budget used.
+        schedule: ``cosine``, ``linear``, ``constant`` or ``step`` after the warm-up, counted in optimizer steps, or in
+            the fraction of the time budget used.
         min_lr: where the schedule ends.
+        drop_at: where ``step`` lowers the rate, as fractions of what follows the warm-up.
+        drop_factor: what each drop multiplies the rate by.
     """
 
     name: Literal["adamw", "sgd", "muon"] = "adamw"
@@ -46,8 +48,10 @@ class OptimizerConfig:
     adamw_lr: float | None = None
     lr_mult: dict[str, float] | None = None
     warmup: float = 0.05
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "step"] = "cosine"
     min_lr: float = 0.0
+    drop_at: tuple[float, ...] = (0.8,)
+    drop_factor: float = 0.1
 
     def __post_init__(self) -> None:
         """Refuse values that could only fail later.
@@ -61,6 +65,11 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr ({self.min_lr}) is above optimizer.lr ({self.lr})")
         self.betas = (float(self.betas[0]), float(self.betas[1]))
+        self.drop_at = tuple(float(place) for place in self.drop_at)
+        if not all(0 < place < 1 for place in self.drop_at):
+            raise UserError(f"optimizer.drop_at are fractions of a run, between 0 and 1, got {self.drop_at}")
+        if not 0 < self.drop_factor <= 1:
+            raise UserError(f"optimizer.drop_factor must be above 0 and at most 1, got {self.drop_factor}")
 
 
 def build_optimizer(

@@ -66,7 +66,9 @@ class ProgressLine(ProgressBar):
         bar = "" if math.isinf(total) else f" {_bar(done / total)} {done}/{int(total)}"
         means = pl_module.means_so_far()  # type: ignore[operator]
         speed = means.pop("speed")
-        values = "  ".join(f"{name} {means[name]:.4f}" for name in sorted(means, reverse=True))
+        values = "  ".join(
+            f"{name} {means[name]:.4f}" for name in sorted(means, reverse=True) if _is_shown(name, pl_module)
+        )
         left = self._left(trainer, pl_module)
         self._show(f"epoch {self._epoch(trainer)}{bar}  {values}  lr {pl_module.lr:.1e}  {speed:,.0f} img/s{left}")
 
@@ -104,7 +106,8 @@ class ProgressLine(ProgressBar):
         row = rows[-1]
         parts = [f"epoch {self._epoch(trainer)}", f"step {row['step']:>6,}"]
         for stage in ("train", "val"):
-            values = [f"{k.split('/')[1]} {v:.4f}" for k, v in row.items() if k.startswith(f"{stage}/")]
+            named = [(k.split("/")[1], v) for k, v in row.items() if k.startswith(f"{stage}/")]
+            values = [f"{name} {value:.4f}" for name, value in named if _is_shown(name, pl_module)]
             parts += [f"{stage} {' '.join(sorted(values, reverse=True))}"] if values else []
         parts.append(f"lr {row['lr']:.1e}")
         if "images_per_second" in row:
@@ -137,6 +140,11 @@ class ProgressLine(ProgressBar):
     def _clear(self) -> None:
         if self._live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _is_shown(name: str, pl_module: Any) -> bool:
+    shown = getattr(pl_module, "shown", None)
+    return shown is None or name in shown
 
 
 def clock(seconds: float) -> str:

@@ -203,7 +203,8 @@ class RunFolder(Callback):
 
 
 _ORDER = (
-    *("recipe", "model", "seed", "val/acc", "test/acc", "val/ap", "val/ap50", "seconds", "images_per_second"),
+    *("recipe", "model", "seed", "val/acc", "test/acc", "val/ap", "val/ap50", "test/ap", "test/ap50"),
+    *("seconds", "images_per_second"),
     *("params", "macs", "data_hash", "config_hash", "version"),
 )
 
@@ -217,10 +218,11 @@ def model_size(model: Any, config: dict[str, Any]) -> dict[str, int | None]:
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
-    """``metrics.csv``, whole: known columns first, others by name."""
-    others = sorted({key for row in rows for key in row} - set(COLUMNS))
+    """``metrics.csv``, whole: known columns first, others by name; no accuracies where there is average precision."""
+    found = {key for row in rows for key in row}
+    known = [name for name in COLUMNS if name in found or not (name.endswith("/acc") and "val/ap" in found)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, *others], restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, [*known, *sorted(found - set(COLUMNS))], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     atomic_write_text(path, text.getvalue())

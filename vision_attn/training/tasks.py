@@ -41,6 +41,12 @@ TASKS = {
         monitor="val/acc",
         links=("num_classes", "img_size", "labels", "preprocess"),
     ),
+    "detection": Task(
+        module="vision_attn.training.detector:Detector",
+        data="vision_attn.data.detection:DetectionData",
+        monitor="val/ap",
+        links=("num_classes", "img_size", "labels", "category_ids", "preprocess"),
+    ),
     "sorting": Task(
         module="vision_attn.training.pointer:Sorter",
         data="vision_attn.data.sorting:SortingData",

@@ -1,0 +1,265 @@
+"""Training and evaluating a detector."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from vision_attn.attention.config import AttentionConfig
+from vision_attn.detection.criterion import Criterion, CriterionConfig
+from vision_attn.detection.postprocess import postprocess
+from vision_attn.errors import UserError
+from vision_attn.training.classifier import is_cnn
+from vision_attn.training.module import TrainingModule
+from vision_attn.training.optimizers import OptimizerConfig
+
+LOGGED = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar_100")
+PARTS = ("loss_class", "loss_bbox", "loss_giou", "class_error", "surplus")
+
+
+class Detector(TrainingModule):
+    """A detection transformer, matched to the objects in every decoder layer.
+
+    Batches are dictionaries: ``image`` (B, 3, H, W) float, ``mask`` (B, H, W) bool or None, True = image, and
+    ``targets``, for each image a dictionary with ``labels`` (n,), ``boxes`` (n, 4) as centre x, centre y, width, height
+    in 0 … 1, ``image_id`` and ``orig_size`` (2,).
+
+    Logged: ``{train,val,test}/loss``; in training the parts of the last decoder layer, ``train/loss_class``,
+    ``train/loss_bbox``, ``train/loss_giou``, ``train/class_error``, and ``train/surplus``, objects per image beyond the
+    number of queries; in evaluations COCO's average precision and recall, 0 … 1: ``ap ap50 ap75 ap_small ap_medium
+    ap_large ar_100``, those without any such object left out.
+
+    Args:
+        name: of the model; ``vision-attn models`` lists them.
+        args: further keywords of the model, e.g. ``{"num_queries": 50}``.
+        attention: the attention mechanism, in place of the model's own.
+        num_classes: of the data (linked).
+        img_size: (H, W) of the data (linked).
+        labels: class names of the data (linked).
+        category_ids: the ids of the classes in the data's files (linked); travel with the checkpoint.
+        preprocess: how images become tensors (linked); travels with the checkpoint.
+        optimizer: optimizer and schedule.
+        lr_backbone: peak learning rate of the backbone; None: that of everything else, 0: not trained.
+        criterion: losses and matching costs.
+        max_detections: per image, in evaluations.
+        channels_last: memory format of the backbone; None means for convolutional ones.
+        compile: pass the model through ``torch.compile``.
+        seed: of dropout, denoising queries and the like (linked to ``seed_everything``).
+
+    Raises:
+        UserError: unknown model or keyword (from ``create_model``), a model of another task, a loss that does not
+            belong to its head.
+    """
+
+    shown = frozenset(("loss", "class_error", "ap", "ap50"))
+
+    def __init__(
+        self,
+        name: str = "dn_detr_tiny",
+        args: dict[str, Any] | None = None,
+        attention: AttentionConfig | None = None,
+        num_classes: int = 91,
+        img_size: tuple[int, int] | None = None,
+        labels: list[str] | None = None,
+        category_ids: list[int] | None = None,
+        preprocess: dict[str, Any] | None = None,
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 (never changed; lists its options in --help)
+        lr_backbone: float | None = None,
+        criterion: CriterionConfig = CriterionConfig(),  # noqa: B008
+        max_detections: int = 100,
+        channels_last: bool | None = None,
+        compile: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if lr_backbone is not None:
+            optimizer = with_backbone_rate(optimizer, lr_backbone)
+        super().__init__(optimizer, seed)
+        from vision_attn.models import create_model
+
+        size = None if img_size is None else (int(img_size[0]), int(img_size[1]))
+        self.model = create_model(name, num_classes=num_classes, img_size=size, attention=attention, **(args or {}))
+        check_task(self.model)
+        config = self.model.config
+        if labels is not None:
+            config["labels"] = [str(label) for label in labels]
+        if category_ids is not None:
+            config["category_ids"] = [int(i) for i in category_ids]
+        if preprocess is not None:
+            config["preprocess"] = dict(preprocess)
+        if lr_backbone == 0:
+            self.model.backbone.requires_grad_(False)
+        self._setup(num_classes, criterion, max_detections, channels_last)
+        if compile:
+            self.model.compile()
+
+    @classmethod
+    def from_model(cls, model: Any, channels_last: bool | None = None) -> Detector:
+        """Wrap a finished model (from ``load_model``) for ``trainer.validate`` and ``trainer.test``."""
+        self = cls.__new__(cls)
+        TrainingModule.__init__(self)
+        self.model = model
+        check_task(model)
+        self._setup(int(model.config["args"]["num_classes"]), CriterionConfig(), 100, channels_last)
+        return self
+
+    def _setup(
+        self, num_classes: int, criterion: CriterionConfig, max_detections: int, channels_last: bool | None
+    ) -> None:
+        self.criterion = Criterion(num_classes, criterion, self.model.classification)
+        self.max_detections = max_detections
+        self.channels_last = is_cnn(self.model.backbone) if channels_last is None else channels_last
+        if self.channels_last:
+            self.model.backbone.to(memory_format=torch.channels_last)
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        # made when an evaluation starts, because they need the ground truth; no part of the module, which is saved
+        self._precision: dict[str, Any] = {}
+        self._label_map: dict[str, Tensor | None] = {}
+        self.evaluation: Any = None  # of the last validation or test: tables and curves
+
+    def forward(self, image: Tensor, mask: Tensor | None = None, targets: Any = None) -> dict[str, Any]:
+        """Images (B, 3, H, W) float, normalized, with their mask (B, H, W), to the model's outputs."""
+        if self.channels_last:
+            image = image.contiguous(memory_format=torch.channels_last)
+        return self.model(image, mask=mask, targets=targets)
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Refuse data that the head was not built for, before the first step.
+
+        Raises:
+            UserError: another number of classes.
+        """
+        super().on_fit_start()
+        found = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+        if found not in (None, self.criterion.num_classes):
+            raise UserError(
+                f"the data have {found} classes, the model's head {self.criterion.num_classes}: "
+                f"build it with num_classes={found}"
+            )
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Match, and add up the losses of all layers.
+
+        Raises:
+            UserError: predictions that became NaN, with the step.
+        """
+        outputs = self(batch["image"], batch["mask"], batch["targets"])
+        try:
+            losses = self.criterion(outputs, batch["targets"])
+        except UserError as error:
+            where = f"step {self.global_step} (epoch {self.current_epoch}, lr {self.lr:.2g})"
+            raise UserError(f"{where}: {error}") from None
+        count = len(batch["targets"])
+        sums = {name: losses[name] * count for name in ("loss", *PARTS[:-1])}
+        self.record(count, surplus=losses["surplus"], **sums)
+        return losses["loss"]
+
+    # -- evaluation ---------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Have the ground truth ready."""
+        self._begin("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Have the ground truth ready."""
+        self._begin("test")
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Collect losses and detections."""
+        self._evaluate(batch, "val", self.val_loss)
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Collect losses and detections."""
+        self._evaluate(batch, "test", self.test_loss)
+
+    def on_validation_epoch_end(self) -> None:
+        """``val/loss`` and ``val/ap…`` over all processes; every image counts once."""
+        self._finish("val", self.val_loss)
+
+    def on_test_epoch_end(self) -> None:
+        """``test/loss`` and ``test/ap…`` over all processes; every image counts once."""
+        self._finish("test", self.test_loss)
+
+    def _begin(self, stage: str) -> None:
+        from vision_attn.detection.coco_eval import CocoMetric
+
+        if stage not in self._precision:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            own, theirs = self.model.config.get("category_ids") or data.category_ids, data.category_ids
+            truth = data.ground_truth(stage)
+            self._precision[stage] = CocoMetric(truth, category_ids=own, max_dets=self.max_detections)
+            self._label_map[stage] = label_map(own, theirs)
+        self._precision[stage].reset()
+        self._precision[stage].to(self.device)
+
+    def _evaluate(self, batch: dict[str, Any], stage: str, mean: MeanMetric) -> None:
+        targets = batch["targets"]
+        outputs = self(batch["image"], batch["mask"])
+        labels = self._label_map[stage]
+        if labels is not None:  # otherwise the model does not know all classes of the data, and there is no loss
+            labels = labels.to(self.device)
+            known = [{**target, "labels": labels[target["labels"]]} for target in targets]
+            # losses are means over objects, so batches count by their objects
+            count = max(1, sum(len(target["labels"]) for target in known))
+            mean.update(self.criterion(outputs, known)["loss"], weight=count)
+        sizes = torch.stack([target["orig_size"] for target in targets])
+        found = postprocess(outputs, sizes, self.model.classification, topk=self.max_detections)
+        self._precision[stage].update([target["image_id"] for target in targets], found)
+
+    def _finish(self, stage: str, mean: MeanMetric) -> None:
+        numbers = self._precision[stage].compute()
+        self.evaluation = self._precision[stage].evaluation
+        values = {name: numbers[name] for name in LOGGED if name in numbers and not math.isnan(numbers[name])}
+        if self._label_map[stage] is not None:
+            values["loss"] = float(mean.compute())
+        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, rank_zero_only=False)
+        mean.reset()
+
+    def draw(self, run: Any, data: Any, device: torch.device | str = "cpu") -> list[Path]:
+        """Learning curves, training images, detections, average precision by class, curves and confusions."""
+        from vision_attn.training.detection_pictures import draw_all
+
+        return draw_all(run, self, data, device)
+
+
+def with_backbone_rate(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig:
+    """The optimizer with another peak learning rate for ``backbone.*``; patterns that were given go first.
+
+    Raises:
+        UserError: a negative rate.
+    """
+    if not lr >= 0:
+        raise UserError(f"lr_backbone must not be negative, got {lr}")
+    if lr == 0 or not optimizer.lr:
+        return optimizer
+    return dataclasses.replace(optimizer, lr_mult={**(optimizer.lr_mult or {}), "backbone.*": lr / optimizer.lr})
+
+
+def check_task(model: Any) -> None:
+    """Refuse a model that does not detect.
+
+    Raises:
+        UserError: naming those that do.
+    """
+    if model.config["task"] != "detection":
+        from vision_attn.models import list_models
+
+        names = ", ".join(list_models(task="detection"))
+        raise UserError(
+            f"{model.config['name']} is a model for {model.config['task']} and finds no boxes; there are: {names}"
+        )
+
+
+def label_map(own: list[int], theirs: list[int]) -> Tensor | None:
+    """The data's label to the model's: position i holds the place of ``theirs[i]`` in ``own``; None if one lacks."""
+    place = {category: i for i, category in enumerate(own)}
+    if any(category not in place for category in theirs):
+        return None
+    return torch.tensor([place[category] for category in theirs], dtype=torch.int64)
