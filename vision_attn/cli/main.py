@@ -19,6 +19,7 @@ VERBS = {
     "validate": "accuracy of a checkpoint on the validation split",
     "test": "accuracy of a checkpoint on the test split",
     "predict": "classes and probabilities for images",
+    "maps": "what a model looks at in images, as figures and one page, and what that is worth",
     "models": "list the models with their parameters and multiply-accumulates",
     "check": "prove the attention mechanisms by their identities, and a checkpoint against the library it is from",
     "convert": "a checkpoint of any layout into our format, or into that of timm, transformers or torchvision",
