@@ -50,6 +50,7 @@ def run(argv: list[str]) -> int:
         stop=stop,
         checkpoints=config.trainer.enable_checkpointing is not False,
         progress=config.trainer.enable_progress_bar is not False,
+        watch=config.watch_attention,
     )
     trainer = command.build_trainer(callbacks=callbacks, plugins=make_plugins(config.trainer.strategy))
     try:

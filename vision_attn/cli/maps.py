@@ -145,7 +145,7 @@ def _write(folder: Path, insights: Sequence[Insight]) -> list[Path]:
     try:
         _figures(temporary, insights)
         names = " and ".join(insight.name for insight in insights)
-        atomic_write_text(temporary / "index.html", page(insights, f"What {names} looks at"))
+        atomic_write_text(temporary / "index.html", page(insights, f"What {names} look{'s' * (len(insights) == 1)} at"))
         made = sorted(p.relative_to(temporary) for p in temporary.rglob("*") if p.is_file())
         for name in made:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

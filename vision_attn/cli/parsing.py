@@ -89,6 +89,7 @@ class Command(LightningCLI):
             help="train for this wall-clock time, validation included, e.g. 10m, 90s, 1.5h; max_epochs is ignored",
         )
         parser.add_argument("--test", type=bool, default=False, help="evaluate on the test split after training")
+        parser.add_argument("--watch_attention", type=bool, default=True, help="maps and curves of attention in plots/")
         parser.add_argument("--save_every", type=str | int | float, default="3m", help="longest time a kill may cost")
         parser.add_class_arguments(EmaConfig, "ema", help="average of the weights")
 

@@ -73,7 +73,8 @@ def overlay(
     axis.axis("off")
 
 
-def _fit(text: str, width: int = 26) -> str:
+def fit(text: str, width: int = 26) -> str:
+    """Text in lines of so many letters."""
     return "\n".join(line for part in text.split("\n") for line in textwrap.wrap(part, width))
 
 
@@ -110,7 +111,7 @@ def _heads(picture: PictureView, path: Path, query: int | None, title: str) -> N
             overlay(line[0], picture.pixels, weights.mean(0), f"{_short(view.name)}{implied}\nmean of heads")
             for axis, head, m in zip(line[1:], view.heads, weights, strict=False):
                 overlay(axis, picture.pixels, m, f"head {head}")
-        drawn.suptitle(_fit(f"{title}\n{CAUSES}", 22 * columns), fontsize=9)
+        drawn.suptitle(fit(f"{title}\n{CAUSES}", 22 * columns), fontsize=9)
 
 
 def _short(name: str) -> str:
@@ -127,24 +128,25 @@ def summary(insight: Insight, picture: PictureView, path: Path, title: str) -> N
     with figure(path, (2.1 * len(panels), 2.1 * aspect + 1.3), 1, len(panels)) as (drawn, axes):
         for axis, (name, m) in zip(axes[0], panels, strict=True):
             poor = "NO BETTER" in name
-            overlay(axis, picture.pixels, m, _fit(name), "#B2182B" if poor else "black", stretch=True)
+            overlay(axis, picture.pixels, m, fit(name), "#B2182B" if poor else "black", stretch=True)
         drawn.suptitle(f"{title}\n{CAUSES}", fontsize=9)
 
 
 def compare(insights: Sequence[Insight], index: int, path: Path) -> None:
-    """One picture through several models, a row each."""
+    """One picture through several models, a row each; maps of one kind stand in one column."""
     shown = [(insight, insight.pictures[index]) for insight in insights]
-    columns = 2 + max(len(picture.summaries) for _, picture in shown)
+    kinds = list(dict.fromkeys(name for _, picture in reversed(shown) for name in picture.summaries))
+    columns = 2 + len(kinds)
     aspect = shown[0][1].pixels.shape[-2] / shown[0][1].pixels.shape[-1]
     with figure(path, (2.0 * columns, (2.0 * aspect + 0.75) * len(shown) + 0.5), len(shown), columns) as (drawn, axes):
         for (insight, picture), line in zip(shown, axes, strict=True):
             for axis in line:
                 axis.axis("off")
             overlay(line[0], picture.pixels, None, f"{insight.name}\n{picture.answer}")
-            for axis, (name, m) in zip(line[1:], picture.summaries.items(), strict=False):
+            for name, m in picture.summaries.items():
                 text = insight.title(name)
                 color = "#B2182B" if "NO BETTER" in text else "black"
-                overlay(axis, picture.pixels, m, _fit(text), color, stretch=True)
+                overlay(line[1 + kinds.index(name)], picture.pixels, m, fit(text), color, stretch=True)
             if insight.field is not None:
                 side = f"effective receptive field\n90 % within {insight.field.side(0.9):.0f} px"
                 overlay(line[-1], picture.pixels, insight.field.strength.sqrt(), side)
@@ -192,7 +194,7 @@ def _leads(axis: Any, worth: Faithfulness) -> None:
             mean, -i, xerr=[[max(mean - low, 0)], [max(high - mean, 0)]], fmt="o", color=color, capsize=3, ms=4
         )
     axis.axvline(0, color="black", ls="--", lw=1)
-    axis.set_yticks([-i for i in range(len(worth.curves))], [_fit(name, 16) for name in worth.curves])
+    axis.set_yticks([-i for i in range(len(worth.curves))], [fit(name, 16) for name in worth.curves])
     axis.set(xlabel="insertion − deletion area,\nlead over random maps, 95 % interval", title="lead over random maps")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
+from vision_attn.explain.callback import AttentionWatch
 from vision_attn.training.budget import Budget, parse_budget
 from vision_attn.training.checkpointing import AtomicCheckpointIO, RunCheckpoint
 from vision_attn.training.ema import EMA, EmaConfig
@@ -28,6 +29,7 @@ def make_callbacks(
     stop: StopSignal | None = None,
     checkpoints: bool = True,
     progress: bool = True,
+    watch: bool = True,
 ) -> list[Callback]:
     """The callbacks of a run, in the order in which they must act.
 
@@ -39,6 +41,7 @@ def make_callbacks(
         stop: tells whether somebody wants the process to end.
         checkpoints: save ``last`` and ``best``.
         progress: show a line of progress.
+        watch: maps of attention and curves of it in ``plots/``, for models that have any.
 
     Raises:
         UserError: a duration that is none.
@@ -50,6 +53,8 @@ def make_callbacks(
     callbacks.append(run)
     if progress:
         callbacks.append(ProgressLine(run, clock))
+    if watch:
+        callbacks.append(AttentionWatch(lambda: run.path / "plots", draw=False))
     if checkpoints:
         callbacks.append(RunCheckpoint(run, run.monitor, parse_budget(save_every), stop))
     return callbacks
@@ -95,6 +100,9 @@ def finish(
     if trainer.is_global_zero:
         export(run, module)
         draw(run, trainer, module, data)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, AttentionWatch):
+                callback.draw(trainer)
     if test:
         results = (make_trainer() if make_trainer else trainer).test(module, datamodule=data, verbose=False)
         tested = {k: round(float(v), 6) for k, v in results[0].items() if not k.startswith("test/loss")}
