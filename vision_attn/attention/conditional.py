@@ -36,11 +36,15 @@ class ConditionalAttention(Attention):
     def __init__(
         self, dim: int, num_heads: int, *, concat: bool = False, content_pos: bool = False, **options: Any
     ) -> None:
-        for name, plain in (("tie_kv", False), ("two_step", False), ("key_bias", True)):
-            if options.pop(name, plain) != plain:
-                raise ValueError(f"{name} is not for attention with positions of its own; leave it out")
-        for name, plain in (("num_kv_heads", num_heads), ("context_dim", dim)):
-            if options.pop(name, None) not in (None, plain):
+        plain = {
+            "tie_kv": False,
+            "two_step": False,
+            "key_bias": True,
+            "num_kv_heads": num_heads,
+            "context_dim": dim,
+        }
+        for name, value in plain.items():
+            if options.pop(name, None) not in (None, value):
                 raise ValueError(f"{name} is not for attention with positions of its own; leave it out")
         bias = options.get("qkv_bias", True)
         super().__init__(dim, num_heads, head_dim=(1 + concat) * dim // num_heads, **options)

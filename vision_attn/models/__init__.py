@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vision_attn.models import cct, cnn, detr, glimpse, pointer, swin, topologies, vit  # noqa: F401  (importing registers them)
+from vision_attn.models import cct, cnn, detr_sizes, glimpse, pointer, swin, topologies, vit  # noqa: F401  (importing registers them)
 from vision_attn.models.registry import (
     create_model,
     description,

@@ -110,25 +110,36 @@ class TimmBackbone(nn.Module):
         name: timm's name.
         in_chans: channels of the images.
         norm: ``frozen``: batch norms that never change, for pretrained weights; or ``batch``.
+        weights: True for timm's pretrained ones, or a file of them.
         **options: for ``timm.create_model``.
 
     Raises:
         UserError: timm has no such model, or not as a backbone, or takes no such option.
     """
 
-    def __init__(self, name: str, *, in_chans: int = 3, norm: str = "batch", **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        in_chans: int = 3,
+        norm: str = "batch",
+        weights: bool | str | Path | None = None,
+        **options: Any,
+    ) -> None:
         import timm
         from timm.layers import freeze_batch_norm_2d
 
         super().__init__()
+        settings: dict[str, Any] = {"out_indices": (-1,), "in_chans": in_chans, "pretrained": bool(weights), **options}
+        if weights and weights is not True:
+            settings["pretrained_cfg_overlay"] = {"file": str(weights)}
         try:
-            self.body: Any = timm.create_model(
-                name, features_only=True, in_chans=in_chans, pretrained=False, **{"out_indices": (-1,), **options}
-            )
-        except (TypeError, RuntimeError, AssertionError) as error:
+            self.body: Any = timm.create_model(name, features_only=True, **settings)
+        except (TypeError, RuntimeError, AssertionError, OSError) as error:
             raise UserError(f"timm's {name} is no backbone with {options or 'these settings'}: {error}") from error
-        self.channels: int = self.body.feature_info.channels()[-1]
-        self.stride: int = self.body.feature_info.reduction()[-1]
+        info: Any = self.body.feature_info
+        self.channels: int = info.channels()[-1]
+        self.stride: int = info.reduction()[-1]
         if norm == "frozen":
             self.body = freeze_batch_norm_2d(self.body)
 
@@ -145,7 +156,7 @@ def make_backbone(
     img_size: Sequence[int] | None = None,
     weights: bool | str | Path | None = None,
     options: Mapping[str, Any] | None = None,
-) -> nn.Module:
+) -> Any:
     """A backbone by name.
 
     Args:
@@ -161,8 +172,16 @@ def make_backbone(
         UserError: unknown name, option or weights.
     """
     given = dict(options or {})
+    timms = name.removeprefix("timm:")
+    own = name in LIGHT or name in RESNETS or _in_zoo(name)
+    if not own and not _is_timm(timms):
+        known = [*LIGHT, *RESNETS, *list_models("vit*"), *list_models("swin*")]
+        raise UserError(f"unknown backbone {name!r}.{closest(name, known)} It may be one of timm's, too.")
     try:
-        backbone = _build(name, in_chans, img_size, given, bool(weights))
+        if not own:
+            given = {"norm": "frozen" if weights else "batch", **given}
+            return TimmBackbone(timms, in_chans=in_chans, weights=weights, **given)
+        backbone = _build(name, in_chans, img_size, given)
     except TypeError as error:
         raise UserError(f"backbone {name} does not take these options ({', '.join(given)}): {error}") from error
     if weights:
@@ -172,31 +191,38 @@ def make_backbone(
     return backbone
 
 
-def _build(
-    name: str, in_chans: int, img_size: Sequence[int] | None, options: dict[str, Any], pretrained: bool
-) -> nn.Module:
+def _in_zoo(name: str) -> bool:
+    return name.startswith(("vit", "swin")) and name in list_models(task="classification")
+
+
+def _is_timm(name: str) -> bool:
+    import timm
+
+    return timm.is_model(name.split(".")[0])
+
+
+def _build(name: str, in_chans: int, img_size: Sequence[int] | None, options: dict[str, Any]) -> nn.Module:
     if name in LIGHT:
         return LightCNN(**{"widths": LIGHT[name], **options}, in_chans=in_chans)
     if name in RESNETS:
         return ResNet(**{**RESNETS[name], **options}, in_chans=in_chans)
-    if name in list_models(task="classification") and name.startswith(("vit", "swin")):
-        if name.startswith("swin"):
-            options = {"features_only": True, **options}
-        model: Any = create_model(name, num_classes=1, in_chans=in_chans, img_size=_plain(img_size), **options)
-        if name.startswith("vit"):
-            drop_heads(model)
-        return ZooBackbone(model)
-    import timm
-
-    name = name.removeprefix("timm:")
-    if not timm.is_model(name.split(".")[0]):
-        known = [*LIGHT, *RESNETS, *list_models("vit*"), *list_models("swin*")]
-        raise UserError(f"unknown backbone {name!r}.{closest(name, known)} It may be one of timm's, too.")
-    return TimmBackbone(name, in_chans=in_chans, **{"norm": "frozen" if pretrained else "batch", **options})
+    if name.startswith("swin"):
+        options = {"features_only": True, **options}
+    model: Any = create_model(name, num_classes=1, in_chans=in_chans, img_size=_plain(img_size), **options)
+    if name.startswith("vit"):
+        drop_heads(model)
+    return ZooBackbone(model)
 
 
 def _plain(img_size: Sequence[int] | None) -> list[int] | None:
     return None if img_size is None else [int(side) for side in img_size]
+
+
+def preprocessing(name: str, in_chans: int) -> dict[str, Any]:
+    """Mean and deviation of the pixels that a backbone of this name was pretrained with, where that is ImageNet's."""
+    if name in LIGHT or in_chans != 3 or name in list_models(task="classification"):
+        return {}
+    return {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 def drop_heads(model: Any) -> None:

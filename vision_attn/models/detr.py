@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention import AttentionConfig, Layout, padding_mask
-from vision_attn.attention.config import PATTERN_OPTIONS
 from vision_attn.attention.positions import LAYER_POSITIONS
 from vision_attn.detection.denoising import Denoising, make_denoising
 from vision_attn.errors import UserError
@@ -23,9 +22,8 @@ from vision_attn.layers.encoder import EncoderLayer
 from vision_attn.layers.padding import apart, pad_together, unpadded
 from vision_attn.layers.query_selection import QuerySelection
 from vision_attn.layers.sine import grid_waves
-from vision_attn.models.backbones import make_backbone
-from vision_attn.models.detr_init import ObjectQueries, init_heads, init_transformer
-from vision_attn.models.registry import register_model
+from vision_attn.models.backbones import make_backbone, preprocessing
+from vision_attn.models.detr_parts import ObjectQueries, init_heads, init_transformer, mechanisms, with_denoising
 
 Targets = Sequence[Mapping[str, Tensor]]
 
@@ -138,14 +136,21 @@ class DETR(nn.Module):
         self.backbone: Any = make_backbone(
             backbone, in_chans=in_chans, img_size=self.img_size, weights=backbone_weights, options=backbone_options
         )
+        self.preprocess = preprocessing(backbone, in_chans)
         self.input_proj = nn.Conv2d(self.backbone.channels, embed_dim, 1)
         config = AttentionConfig.of(attention)
-        encoder, own, cross = _mechanisms(config, decoder_attention, cross_attention, dropout)
-        grid = tuple(-(-side // self.backbone.stride) for side in self.img_size)
+        encoder, own, cross = mechanisms(config, decoder_attention, cross_attention, dropout)
+        rows, columns = (-(-side // self.backbone.stride) for side in self.img_size)
         self.adds_position = config.position not in (*LAYER_POSITIONS, "none")
-        layer = {"mlp_ratio": mlp_ratio, "pre_norm": pre_norm, "dropout": dropout, "act": act, "norm_eps": norm_eps}
+        layer: dict[str, Any] = {
+            "mlp_ratio": mlp_ratio,
+            "pre_norm": pre_norm,
+            "dropout": dropout,
+            "act": act,
+            "norm_eps": norm_eps,
+        }
         self.encoder = nn.ModuleList(
-            EncoderLayer(embed_dim, num_heads, attention={"layout": Layout(0, grid), **encoder}, **layer)
+            EncoderLayer(embed_dim, num_heads, attention={"layout": Layout(0, (rows, columns)), **encoder}, **layer)
             for _ in range(enc_layers)
         )
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=norm_eps) if pre_norm else nn.Identity()
@@ -233,8 +238,7 @@ class DETR(nn.Module):
         keep = torch.ones(1, *grid, dtype=torch.bool, device=x.device) if mask is None else mask
         x = x.flatten(2).transpose(1, 2)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        waves = {"temperature": self.temperature, "centred": self.centred, "dtype": dtype}
-        position = grid_waves(keep, x.shape[-1], **waves)
+        position = grid_waves(keep, x.shape[-1], temperature=self.temperature, centred=self.centred, dtype=dtype)
         hidden = None if mask is None else padding_mask(mask.flatten(1))
         layout = Layout(0, grid)
         for layer in self.encoder:
@@ -259,155 +263,10 @@ class DETR(nn.Module):
             if denoising is None:  # every parameter has a gradient in every step, as several processes must agree
                 queries.content = queries.content + 0.0 * self.label_embed.weight.sum()
             else:
-                queries = _with_denoising(queries, denoising, self.label_embed(denoising.labels))
+                queries = with_denoising(queries, denoising, self.label_embed(denoising.labels))
         return queries, denoising, selected
 
     def _make_denoising(self, targets: Targets | None, num_queries: int) -> Denoising | None:
         if targets is None:
             return None
         return make_denoising(targets, num_classes=self.num_classes, num_queries=num_queries, **self.denoising)
-
-
-def _with_denoising(queries: Queries, denoising: Denoising, content: Tensor) -> Queries:
-    """Denoising queries in front of the learned ones, hidden from them; padding is hidden from all."""
-    assert queries.reference is not None
-    batch, m = denoising.labels.shape
-    boxes = denoising.boxes.to(queries.reference.dtype).logit(eps=1e-3)
-    learned = queries.reference.expand(batch, -1, -1)
-    mask = denoising.mask.clone()
-    if queries.mask is not None:
-        mask[m:, m:] &= queries.mask
-    seen = F.pad(denoising.valid, (0, learned.shape[1]), value=True)  # (B, M + N)
-    return Queries(
-        torch.cat([content.to(queries.content.dtype), queries.content], dim=1),
-        None,
-        torch.cat([boxes, learned], dim=1),
-        mask[None, None] & padding_mask(seen),
-    )
-
-
-def _mechanisms(
-    config: AttentionConfig,
-    own: Mapping[str, Any] | None,
-    cross: Mapping[str, Any] | None,
-    dropout: float,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What the three kinds of attention take. Patterns and positions of a grid mean nothing to queries."""
-    if config.position in ("learned", "sinusoidal_1d"):
-        raise UserError(
-            f"attention position={config.position!r}: positions of a detector are waves, which fit images of all sizes "
-            "and their padding; leave it out, or choose one that acts inside the layers, 'none' for none"
-        )
-    encoder = {"dropout": dropout, **config.for_layer()}
-    grid_words = {"pattern", "position", *PATTERN_OPTIONS}
-    if config.pattern not in (None, "full"):
-        grid_words.add("kernel")  # chosen for the pattern's sake
-    shared = {key: value for key, value in encoder.items() if key not in grid_words}
-    given = (AttentionConfig.of(words).for_layer() for words in (own, cross))
-    decoder = [{**shared, **words} if words else shared for words in given]
-    return encoder, decoder[0], decoder[1]
-
-
-_DAB: dict[str, Any] = {
-    "queries": "box",
-    "refine": True,
-    "conditional": True,
-    "modulate": True,
-    "num_queries": 300,
-    "classification": "sigmoid",
-    "temperature": 20.0,
-    "dropout": 0.0,
-}
-_DN: dict[str, Any] = {**_DAB, "dn_groups": 5}
-_TINY: dict[str, Any] = {
-    "img_size": 96,
-    "backbone": "light_cnn",
-    "num_classes": 10,
-    "embed_dim": 128,
-    "num_heads": 4,
-    "enc_layers": 2,
-    "dec_layers": 3,
-    "mlp_ratio": 4.0,
-    "num_queries": 20,
-    "dropout": 0.0,
-}
-_SMALL: dict[str, Any] = {
-    **_TINY,
-    "img_size": 192,
-    "backbone": "light_cnn_small",
-    "embed_dim": 192,
-    "num_heads": 6,
-    "enc_layers": 3,
-    "dec_layers": 4,
-    "num_queries": 60,
-}
-_LIGHT_DN: dict[str, Any] = {
-    "queries": "box",
-    "refine": True,
-    "dn_groups": 4,
-    "dn_most": 200,
-    "classification": "sigmoid",
-    "temperature": 20.0,
-    "centred": True,
-}
-
-
-@register_model(task="detection")
-def detr_resnet50(**kwargs: Any) -> DETR:
-    """DETR with a ResNet-50: 6 + 6 layers of width 256, 100 learned queries (Carion et al. 2020)."""
-    return DETR(**kwargs)
-
-
-@register_model(task="detection")
-def detr_resnet101(**kwargs: Any) -> DETR:
-    """DETR with a ResNet-101 (Carion et al. 2020)."""
-    return DETR(**{"backbone": "resnet101", **kwargs})
-
-
-@register_model(task="detection")
-def detr_resnet50_dc5(**kwargs: Any) -> DETR:
-    """DETR with a ResNet-50 whose last stage dilates its filters: four times the tokens (Carion et al. 2020)."""
-    return DETR(**{"backbone_options": {"dilation": True}, **kwargs})
-
-
-@register_model(task="detection")
-def detr_resnet101_dc5(**kwargs: Any) -> DETR:
-    """DETR with a ResNet-101 whose last stage dilates its filters (Carion et al. 2020)."""
-    return DETR(**{"backbone": "resnet101", "backbone_options": {"dilation": True}, **kwargs})
-
-
-@register_model(task="detection")
-def conditional_detr_resnet50(**kwargs: Any) -> DETR:
-    """Conditional DETR with a ResNet-50: 300 queries with a point, sigmoid classes (Meng et al. 2021)."""
-    given = {"queries": "point", "conditional": True, "num_queries": 300, "classification": "sigmoid"}
-    return DETR(**{**given, **kwargs})
-
-
-@register_model(task="detection")
-def dab_detr_resnet50(**kwargs: Any) -> DETR:
-    """DAB-DETR with a ResNet-50: 300 boxes refined layer by layer, sigmoid classes (Liu et al. 2022)."""
-    return DETR(**{**_DAB, **kwargs})
-
-
-@register_model(task="detection")
-def dn_detr_resnet50(**kwargs: Any) -> DETR:
-    """DN-DETR with a ResNet-50: DAB-DETR and five groups of denoising queries in training (Li et al. 2022)."""
-    return DETR(**{**_DN, **kwargs})
-
-
-@register_model(task="detection")
-def detr_tiny(**kwargs: Any) -> DETR:
-    """The original DETR for small images: light CNN, 2 + 3 layers of width 128, 20 learned queries."""
-    return DETR(**{**_TINY, **kwargs})
-
-
-@register_model(task="detection")
-def dn_detr_tiny(**kwargs: Any) -> DETR:
-    """DN-DETR for small images: light CNN, 2 + 3 layers of width 128, 20 boxes refined layer by layer."""
-    return DETR(**{**_TINY, **_LIGHT_DN, **kwargs})
-
-
-@register_model(task="detection")
-def dn_detr_small(**kwargs: Any) -> DETR:
-    """DN-DETR for small images, the larger one: 3 + 4 layers of width 192, 60 boxes refined layer by layer."""
-    return DETR(**{**_SMALL, **_LIGHT_DN, **kwargs})

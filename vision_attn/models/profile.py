@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vision_attn.layers.embed import pair
-from vision_attn.models.registry import create_model, list_models, model_class, model_defaults
+from vision_attn.models.registry import create_model, description, list_models, model_class, model_defaults
 
 SMALL = 100  # pixels: below, models are listed with 10 classes (CIFAR's), above with ImageNet's 1000, detectors with 91
 
@@ -157,9 +157,13 @@ def _part(name: str, child: nn.Module, root: str, flops: dict[str, int], shapes:
 
 
 def citation(name: str) -> str:
-    """Where the architecture comes from: the first arXiv or web address that its class or file names."""
+    """Where the architecture comes from: the first arXiv or web address that its description, class or file names."""
     cls = model_class(name)
-    for text in ((inspect.getdoc(cls) or "").split("Args:")[0], inspect.getdoc(inspect.getmodule(cls)) or ""):
+    for text in (
+        description(name),
+        (inspect.getdoc(cls) or "").split("Args:")[0],
+        inspect.getdoc(inspect.getmodule(cls)) or "",
+    ):
         found = re.search(r"arXiv[: ](\d{4}\.\d{4,5})|(https?://[^\s)]+)", text)
         if found:
             return f"https://arxiv.org/abs/{found[1]}" if found[1] else found[2].rstrip(".,")

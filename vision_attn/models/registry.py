@@ -120,7 +120,7 @@ def create_model(
 
         if chosen:
             raise UserError(f"{name!r} is no attention model of this zoo, so attention={chosen} means nothing to it")
-        built = create_timm_cnn(name, num_classes=num_classes, in_chans=in_chans, **kwargs)
+        built = create_timm_cnn(name, num_classes=num_classes or 1000, in_chans=in_chans, **kwargs)
         if built is None:
             raise UserError(f"unknown model {name!r}.{closest(name, _MODELS)} `vision-attn models` lists them all.")
         model = built

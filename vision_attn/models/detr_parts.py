@@ -1,13 +1,19 @@
-"""How a detector begins: its queries, and the weights that decide whether it learns at all."""
+"""Parts of a detector: its queries, what its attentions take, and the weights it begins with."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.attention import AttentionConfig, padding_mask
+from vision_attn.attention.config import PATTERN_OPTIONS
+from vision_attn.detection.denoising import Denoising
+from vision_attn.errors import UserError
 from vision_attn.layers.box_decoder import Queries
 
 PRIOR = 0.01
@@ -76,3 +82,43 @@ def init_heads(model: Any) -> None:
             last = head.bbox_embed.layers[-1]
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
+
+
+def with_denoising(queries: Queries, denoising: Denoising, content: Tensor) -> Queries:
+    """Denoising queries in front of the learned ones, hidden from them; padding is hidden from all."""
+    assert queries.reference is not None
+    batch, m = denoising.labels.shape
+    boxes = denoising.boxes.to(queries.reference.dtype).logit(eps=1e-3)
+    learned = queries.reference.expand(batch, -1, -1)
+    mask = denoising.mask.clone()
+    if queries.mask is not None:
+        mask[m:, m:] &= queries.mask
+    seen = F.pad(denoising.valid, (0, learned.shape[1]), value=True)  # (B, M + N)
+    return Queries(
+        torch.cat([content.to(queries.content.dtype), queries.content], dim=1),
+        None,
+        torch.cat([boxes, learned], dim=1),
+        mask[None, None] & padding_mask(seen),
+    )
+
+
+def mechanisms(
+    config: AttentionConfig,
+    own: Mapping[str, Any] | None,
+    cross: Mapping[str, Any] | None,
+    dropout: float,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What the three kinds of attention take. Patterns and positions of a grid mean nothing to queries."""
+    if config.position in ("learned", "sinusoidal_1d"):
+        raise UserError(
+            f"attention position={config.position!r}: positions of a detector are waves, which fit images of all sizes "
+            "and their padding; leave it out, or choose one that acts inside the layers, 'none' for none"
+        )
+    encoder = {"dropout": dropout, **config.for_layer()}
+    grid_words = {"pattern", "position", *PATTERN_OPTIONS}
+    if config.pattern not in (None, "full"):
+        grid_words.add("kernel")  # chosen for the pattern's sake
+    shared = {key: value for key, value in encoder.items() if key not in grid_words}
+    given = (AttentionConfig.of(words).for_layer() for words in (own, cross))
+    decoder = [{**shared, **words} if words else shared for words in given]
+    return encoder, decoder[0], decoder[1]
