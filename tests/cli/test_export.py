@@ -21,12 +21,15 @@ FORMATS = [pytest.param("onnx", marks=needs_onnx), "torch-export"]
 
 VIT = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
 CCT = {"img_size": (16, 12), "embed_dim": 24, "depth": 1, "num_heads": 2, "tokenizer": {"channels": 5}}
+SWIN = {"img_size": (16, 24), "embed_dim": 12, "depths": [2, 1], "num_heads": [2, 3], "window_size": 4}
 SMALL = {
     "vit": ("vit_tiny_patch16_224", VIT),
     "cct": ("cct_2_3x2_32", CCT),
     "cnn": ("resnet8_cifar", {"img_size": 16, "width": 5}),
     "gpt": ("gpt_tiny_patch4_32", VIT),
     "t5": ("t5_tiny_patch4_32", VIT),
+    "swin": ("swin_cifar_tiny", SWIN),
+    "swin v2": ("swinv2_tiny_window8_256", {**SWIN, "patch_size": 2, "window_size": 4}),
 }
 
 

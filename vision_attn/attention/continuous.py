@@ -75,13 +75,15 @@ class ContinuousBias(PairBias):
 
 def _log_offsets(grid: tuple[int, int], reference: tuple[int, int], device: str) -> Tensor:
     """((2R − 1)(2C − 1), 2) offsets query − key, log-spaced; in float32, as every implementation has them."""
+    axes = [
+        torch.arange(1 - side, side, dtype=torch.float32) / max(whole - 1, 1) * 8
+        for side, whole in zip(grid, reference, strict=True)
+    ]
+    offsets = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
+    return (offsets.sign() * torch.log2(offsets.abs() + 1.0) / math.log2(8)).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_offsets(grid: tuple[int, int], reference: tuple[int, int], device: str) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():  # kept, and may be used in training later
-        axes = [
-            torch.arange(1 - side, side, dtype=torch.float32) / max(whole - 1, 1) * 8
-            for side, whole in zip(grid, reference, strict=True)
-        ]
-        offsets = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 1)
-        return (offsets.sign() * torch.log2(offsets.abs() + 1.0) / math.log2(8)).to(device)
-
-
-_kept_offsets = functools.lru_cache(maxsize=64)(_log_offsets)
+        return _log_offsets(grid, reference, device)

@@ -149,21 +149,23 @@ class Folding:
 def _fold(pattern: ShiftedWindows, layout: Layout, device: str) -> Folding:
     assert layout.grid is not None
     (rows, columns), ((height, width), (down, right)) = layout.grid, pattern.sides(layout)
+    tokens = torch.arange(rows * columns).view(rows, columns).roll((-down, -right), (0, 1))
+    tokens = tokens.view(rows // height, height, columns // width, width).transpose(1, 2).flatten(2).flatten(0, 1)
+    order = tokens.flatten()
+    mask = pattern.allowed(tokens[:, :, None], tokens[:, None], order.numel(), layout)[:, None]
+    return Folding(
+        order.to(device),
+        order.argsort().to(device),
+        tokens.shape[0],
+        mask.to(device) if down or right else None,
+        pattern.of_window(layout),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_fold(pattern: ShiftedWindows, layout: Layout, device: str) -> Folding:
     with torch.inference_mode(False), torch.no_grad():  # kept, and may be used in training later
-        tokens = torch.arange(rows * columns).view(rows, columns).roll((-down, -right), (0, 1))
-        tokens = tokens.view(rows // height, height, columns // width, width).transpose(1, 2).flatten(2).flatten(0, 1)
-        order = tokens.flatten()
-        mask = pattern.allowed(tokens[:, :, None], tokens[:, None], order.numel(), layout)[:, None]
-        return Folding(
-            order.to(device),
-            order.argsort().to(device),
-            tokens.shape[0],
-            mask.to(device) if down or right else None,
-            pattern.of_window(layout),
-        )
-
-
-_kept_fold = functools.lru_cache(maxsize=64)(_fold)
+        return _fold(pattern, layout, device)
 
 
 def run_in_windows(o: Operands, folding: Folding, kernel: str) -> Tensor:

@@ -194,6 +194,8 @@ def _same(default: Any, value: Any) -> bool:
         return list(default) == [value] * len(default)
     if isinstance(value, tuple | list) and isinstance(default, int):
         return list(value) == [default] * len(value)
+    if isinstance(default, tuple | list) and isinstance(value, tuple | list):
+        return list(default) == list(value)
     return bool(default == value)
 
 

@@ -107,7 +107,17 @@ class Layout:
         refuse_mechanisms(model, {"normalizer": ("softmax",), **ALLOWED[self.version]}, who)
         if model.features_only:
             raise UserError(f"{who} has a head, and this model gives features only; keep it in our own format.")
-        return self._revert(state)
+        found = self._revert(state)
+        if self.PEER == "torchvision":  # its files hold the tables of its windows, too
+            found.update(self.peer(model).named_buffers())
+        return found
+
+    def fill_peer(self, peer: Any, state: Mapping[str, Tensor]) -> None:
+        """Load a state strictly under whichever names this version of theirs has in memory."""
+        own = peer.state_dict()
+        if self.PEER == "transformers":
+            state = {key if key in own else swin_names.newer(key): value for key, value in state.items()}
+        peer.load_state_dict(dict(state), strict=True)
 
     def write(self, model: Any, folder: Path) -> None:
         """transformers wants to be told the sizes, in ``config.json``."""

@@ -171,6 +171,11 @@ def from_transformers(state: State) -> dict[str, Tensor]:
     return _fused(found)
 
 
+def newer(key: str) -> str:
+    """A name of transformers' files as it has it in memory since version 5."""
+    return _renamed(key, _NEWER)
+
+
 def _fused(state: State) -> dict[str, Tensor]:
     """``query key value`` as one ``qkv``."""
     found = {key: value for key, value in state.items() if not _APART.search(key)}
