@@ -1,12 +1,13 @@
-"""From images of any kind to class names and probabilities, or to an order."""
+"""From images of any kind to class names and probabilities, to boxes, or to an order."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,8 +17,13 @@ from torch import Tensor, nn
 from vision_attn.data.images import EXTENSIONS, read_image, resize_and_crop, to_rgb
 from vision_attn.errors import UserError
 
+if TYPE_CHECKING:
+    from vision_attn.detection.inference import Detections
+
 ImageLike: TypeAlias = str | Path | Image.Image | np.ndarray | Tensor
 PROGRESS_AFTER = 2.0  # seconds: shorter jobs need no progress bar
+CLASSES = 5  # reported of an image
+BATCH = 32
 
 
 @dataclasses.dataclass
@@ -68,42 +74,50 @@ def predict(
     model: nn.Module,
     images: ImageLike | Iterable[ImageLike],
     *,
-    batch_size: int = 32,
-    topk: int = 5,
+    batch_size: int | None = None,
+    topk: int | None = None,
+    threshold: float | None = None,
     device: str | torch.device | None = None,
     progress: bool = False,
-) -> list[Classification] | list[Pointed]:
-    """Classify images, or sort them, preprocessed as the model was trained (``model.config["preprocess"]``).
+) -> list[Classification] | list[Detections] | list[Pointed]:
+    """Classify images, find objects in them, or sort them, as the task of the model is.
 
-    All kinds of input go through the same 8-bit RGB pixels, so the same picture gives the same answer however
-    it is handed in.
+    They are preprocessed as the model was trained (``model.config["preprocess"]``). All kinds of input go through the
+    same 8-bit RGB pixels, so the same picture gives the same answer however it is handed in, and to a detector whatever
+    else is in its batch.
 
     Args:
         model: from ``load_model`` or ``create_model``.
         images: one or a list of: path, folder (searched through), PIL image, array ``(H, W)`` or ``(H, W, C)``, tensor
             ``(C, H, W)`` or ``(B, C, H, W)``. Integers are raw pixels 0…255 (16-bit: 0…65535), floats 0…1; never
             normalised ones. C is 1, 3 or 4.
-        batch_size: images per forward pass; a pointer network sees all images at once.
-        topk: how many classes to report.
+        batch_size: images per forward pass; None: 32, or as many as a detector of this size can take with some 2 GB. A
+            pointer network sees all images at once.
+        topk: how many classes to report (None: 5), or at most how many objects of an image (None: 100).
+        threshold: of a detector: scores must be above it (None: 0.5; 0 keeps all).
         device: the model is moved there; ``None`` leaves it where it is.
         progress: show a bar on standard error when it takes more than a moment.
 
     Returns:
-        One :class:`Classification` per image, in the order given (folders sorted by name); from a pointer network one
-        :class:`Pointed` per image, in the order it puts them in.
+        One :class:`Classification` per image, in the order given (folders sorted by name); from a detector one
+        :class:`~vision_attn.detection.inference.Detections`, with boxes in pixels of the image; from a pointer network
+        one :class:`Pointed` per image, in the order it puts them in.
 
     Raises:
-        UserError: a file is missing or broken, an array is no image, the model has no configuration.
+        UserError: a file is missing or broken, an array is no image, the model has no configuration, a number is out of
+            range.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, dict) or not config.get("preprocess"):
         raise UserError("The model has no preprocessing in .config: build it with create_model or load_model.")
-    if batch_size < 1 or topk < 1:
-        raise UserError(f"batch_size and topk must be at least 1, got {batch_size} and {topk}.")
+    run, usual = _task(model, config, topk, threshold)
+    batch_size = usual if batch_size is None else batch_size
+    if batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch_size}.")
     sources = list(_expand(images))
     if device is not None:
         model.to(device)
-    results: list[Classification] = []
+    results: list[Any] = []
     was_training = model.training
     model.eval()
     try:
@@ -111,11 +125,27 @@ def predict(
             return _sort(model, sources, config)
         for start in _steps(range(0, len(sources), batch_size), progress, len(sources)):
             chunk = sources[start : start + batch_size]
-            x = preprocess([_picture(image, source) for image, source in chunk], config)  # (B, C, H, W)
-            results += _classify(model, x, [source for _, source in chunk], config.get("labels"), topk)
+            results += run([_picture(image, source) for image, source in chunk], [source for _, source in chunk])
     finally:
         model.train(was_training)
     return results
+
+
+def _task(
+    model: nn.Module, config: dict[str, Any], topk: int | None, threshold: float | None
+) -> tuple[Callable[[list[Image.Image], list[str]], list[Any]], int]:
+    """What turns pictures and their names into results, and how many pictures it usually takes at once."""
+    if config.get("task") == "detection":
+        from vision_attn.detection.inference import check_options, detect, usual_batch
+
+        least, most = check_options(threshold, topk)
+        return partial(detect, model, threshold=least, topk=most), usual_batch(config)
+    if threshold is not None:
+        raise UserError(f"threshold is for detectors; {config.get('name')} is a model for {config.get('task')}.")
+    topk = CLASSES if topk is None else topk
+    if topk < 1:
+        raise UserError(f"topk must be at least 1, got {topk}.")
+    return partial(_classify, model, config=config, topk=topk), BATCH
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -148,9 +178,11 @@ def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tenso
 
 
 def _classify(
-    model: nn.Module, x: Tensor, sources: Sequence[str], labels: Sequence[str] | None, topk: int
+    model: nn.Module, pictures: Sequence[Image.Image], sources: Sequence[str], *, config: dict[str, Any], topk: int
 ) -> list[Classification]:
-    """One forward pass over ``(B, C, H, W)``."""
+    """One forward pass over some pictures."""
+    x = preprocess(pictures, config)  # (B, C, H, W)
+    labels = config.get("labels")
     where = next(model.parameters())
     with torch.inference_mode():
         probabilities = model(x.to(where.device, where.dtype)).float().softmax(-1)  # (B, classes)
