@@ -11,6 +11,7 @@ from timm.models.swin_transformer import SwinTransformer as TimmSwin
 from timm.models.swin_transformer_v2 import SwinTransformerV2 as TimmSwinV2
 from torchvision.models import swin_transformer as tv
 
+import vision_attn as va
 from vision_attn.checkpoints import read_state_dict
 from vision_attn.checkpoints.peers import write_for
 from vision_attn.errors import UserError
@@ -99,7 +100,5 @@ def test_a_local_file_at_another_image_size(size, foreign, tmp_path):
 def test_another_number_of_classes(foreign, tmp_path):
     torch.save(of_timm(1).state_dict(), tmp_path / "w.pth")
     with pytest.warns(UserWarning, match="the head"):
-        from vision_attn import load_model
-
-        model = load_model(tmp_path / "w.pth", num_classes=3)
+        model = va.load_model(tmp_path / "w.pth", num_classes=3)
     assert model(torch.randn(1, 3, 128, 128)).shape == (1, 3)
