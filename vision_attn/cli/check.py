@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vision_attn.cli.arguments import make_parser, parse
 from vision_attn.cli.check_checkpoint import checkpoint
+from vision_attn.cli.check_data import data
 from vision_attn.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def attention(argv: list[str]) -> int:
     return int(any(result.passed is False for result in results))
 
 
-CHECKS: dict[str, Callable[[list[str]], int]] = {"attention": attention, "checkpoint": checkpoint}
+CHECKS: dict[str, Callable[[list[str]], int]] = {"attention": attention, "checkpoint": checkpoint, "data": data}
 
 
 def _device(name: str) -> str:

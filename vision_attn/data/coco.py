@@ -9,96 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.findings import Findings
-from vision_attn.errors import UserError, closest
+from vision_attn.errors import UserError
 
-OUTSIDE = 1.0  # pixels that a box may stick out by rounding before it is worth a word
 _LARGEST_ID = 2**63 - 1
-
-
-@dataclass
-class CocoTable:
-    """One annotation file as arrays, annotations sorted by image.
-
-    Attributes:
-        path: the file.
-        labels: class names, one for each contiguous label.
-        category_ids: the file's id of each label.
-        supercategories: of each label; ``""`` where the file has none.
-        image_ids: (N,) int64, in the file's order.
-        files: N file names as written in the file.
-        sizes: (N, 2) int64, height and width that boxes are measured in; 0 where the file has none.
-        image: (T,) int64, the row of each annotation's image, ascending.
-        label: (T,) int64, contiguous.
-        boxes: (T, 4) float64, left, top, width, height in pixels, as written in the file.
-        crowd: (T,) bool.
-        area: (T,) float64, of the object, not of the box, where the file knows it.
-        annotation_ids: (T,) int64.
-    """
-
-    path: Path
-    labels: list[str]
-    category_ids: list[int]
-    supercategories: list[str]
-    image_ids: np.ndarray
-    files: list[str]
-    sizes: np.ndarray
-    image: np.ndarray
-    label: np.ndarray
-    boxes: np.ndarray
-    crowd: np.ndarray
-    area: np.ndarray
-    annotation_ids: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.image_ids)
-
-    def keep(self, chosen: np.ndarray) -> CocoTable:
-        """Without the annotations where ``chosen``, (T,) bool, is False."""
-        if chosen.all():
-            return self
-        names = ("image", "label", "boxes", "crowd", "area", "annotation_ids")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
-
-    def take(self, rows: np.ndarray) -> CocoTable:
-        """The images at ``rows`` (ascending) with their annotations."""
-        place = np.full(len(self), -1)
-        place[rows] = np.arange(len(rows))
-        part = self.keep(place[self.image] >= 0)
-        return replace(
-            part,
-            image_ids=self.image_ids[rows],
-            files=[self.files[row] for row in rows],
-            sizes=self.sizes[rows],
-            image=place[part.image],
-        )
-
-    def to_coco(self) -> dict[str, Any]:
-        """A COCO dictionary with the file's own ids, crowds included: the ground truth of an evaluation."""
-        images = [
-            {"id": int(i), "file_name": name, "height": int(h), "width": int(w)}
-            for i, name, (h, w) in zip(self.image_ids, self.files, self.sizes, strict=True)
-        ]
-        category = np.asarray(self.category_ids, dtype=np.int64)
-        columns = (
-            self.annotation_ids.tolist(),
-            self.image_ids[self.image].tolist(),
-            category[self.label].tolist() if len(self.label) else [],
-            self.boxes.tolist(),
-            self.area.tolist(),
-            self.crowd.astype(int).tolist(),
-        )
-        names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
-        annotations = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-        rows = zip(self.category_ids, self.labels, self.supercategories, strict=True)
-        categories = [{"id": id, "name": name, "supercategory": group} for id, name, group in rows]
-        return {"images": images, "annotations": annotations, "categories": categories}
 
 
 def read_coco(path: str | Path, findings: Findings | None = None) -> CocoTable:
@@ -181,7 +101,9 @@ def _categories(rows: list[Any], path: Path, findings: Findings) -> tuple[list[s
         raise UserError(f"{path} has no categories: there is nothing to detect.")
     ids = _ids(rows, "id", "categories", path, findings)
     names: dict[int, tuple[str, str]] = {}
-    repeated, clashing, nameless = [], [], []
+    repeated: list[int] = []
+    clashing: list[int] = []
+    nameless: list[int] = []
     for number, row in zip(ids, rows, strict=True):
         if number is None:
             continue
@@ -216,7 +138,10 @@ def _images(rows: list[Any], path: Path, findings: Findings) -> tuple[np.ndarray
     ids = _ids(rows, "id", "images", path, findings)
     files: dict[int, str] = {}
     sizes: list[tuple[int, int]] = []
-    repeated, clashing, nameless, sizeless = [], [], [], []
+    repeated: list[int] = []
+    clashing: list[int] = []
+    nameless: list[int] = []
+    sizeless: list[int] = []
     for number, row in zip(ids, rows, strict=True):
         if number is None:
             continue
@@ -354,118 +279,3 @@ def _box(value: Any) -> list[float] | None:
         return [float(number) for number in value]
     except (TypeError, ValueError, OverflowError):
         return None
-
-
-def fit_boxes(table: CocoTable, findings: Findings) -> tuple[CocoTable, np.ndarray]:
-    """Compare the boxes with the images.
-
-    Args:
-        table: with a size for every image.
-        findings: collects boxes that lie outside (left out) or stick out by more than a pixel (cut for training).
-
-    Returns:
-        The table without boxes that lie outside their image, and (T, 4) float64 left, top, right, bottom cut to it.
-    """
-    size = table.sizes[table.image].astype(np.float64)  # (T, 2)
-    corners = np.concatenate([table.boxes[:, :2], table.boxes[:, :2] + table.boxes[:, 2:]], 1)
-    limit = size[:, ::-1]
-    cut = np.concatenate([corners[:, :2].clip(0.0, limit), corners[:, 2:].clip(0.0, limit)], 1)
-    inside = (cut[:, 2:] - cut[:, :2] > 0).all(1)
-    stick_out = inside & (np.abs(cut - corners) > OUTSIDE).any(1)
-    ids = table.image_ids[table.image]
-    _refuse_other_formats(table, corners, size, findings)
-    findings.repaired("boxes outside their image", table.path, ids[~inside].tolist(), "left out")
-    findings.repaired(
-        f"boxes that stick out of their image by more than {OUTSIDE:g} px",
-        table.path,
-        ids[stick_out].tolist(),
-        "cut to the image in training, as written in evaluation",
-    )
-    return table.keep(inside), cut[inside]
-
-
-def _refuse_other_formats(table: CocoTable, corners: np.ndarray, size: np.ndarray, findings: Findings) -> None:
-    """Boxes in shares of the image, or as two corners, train a model of nonsense: better to say so."""
-    if len(corners) == 0:
-        return
-    if (table.boxes <= 1.0).all() and (size > 8).all():
-        findings.fatal(
-            "all boxes lie between 0 and 1, as if they were shares of the image",
-            table.path,
-            [],
-            "COCO boxes are left, top, width, height in pixels.",
-            of="",
-        )
-    far = (corners[:, 2:] > size[:, ::-1] + OUTSIDE).any(1)
-    as_corners = (table.boxes[:, 2:] > table.boxes[:, :2]).all(1) & (table.boxes[:, 2:] <= size[:, ::-1] + 1).all(1)
-    if len(corners) >= 20 and far.mean() > 0.2 and as_corners.all():
-        findings.fatal(
-            f"{far.mean():.0%} of the boxes stick out of their images, as if they were two corners",
-            table.path,
-            [],
-            "COCO boxes are left, top, width, height in pixels.",
-            of="",
-        )
-
-
-def choose_categories(table: CocoTable, names: list[str]) -> CocoTable:
-    """Only these categories; all images stay.
-
-    Args:
-        table: any.
-        names: of categories, or their ids.
-
-    Returns:
-        A table whose labels are the chosen categories in the order of their ids.
-
-    Raises:
-        UserError: an unknown name, or no name at all.
-    """
-    known = {**{str(number): label for label, number in enumerate(table.category_ids)}}
-    known |= {name: label for label, name in enumerate(table.labels)}
-    for name in names:
-        if str(name) not in known:
-            raise UserError(f"{table.path} has no category {name!r}.{closest(str(name), table.labels)}")
-    chosen = sorted({known[str(name)] for name in names})
-    if not chosen:
-        raise UserError("data.categories is empty: name at least one, or leave it out for all.")
-    place = np.full(len(table.labels), -1)
-    place[chosen] = np.arange(len(chosen))
-    part = table.keep(place[table.label] >= 0)
-    return replace(
-        part,
-        label=place[part.label],
-        labels=[table.labels[label] for label in chosen],
-        category_ids=[table.category_ids[label] for label in chosen],
-        supercategories=[table.supercategories[label] for label in chosen],
-    )
-
-
-def match_categories(table: CocoTable, reference: CocoTable) -> CocoTable:
-    """``table`` with the labels of ``reference``: val and test use the classes of the training file.
-
-    Raises:
-        UserError: a category of ``table`` is unknown to ``reference`` or has another name there.
-    """
-    if (table.category_ids, table.labels) == (reference.category_ids, reference.labels):
-        return table
-    label_of = {number: label for label, number in enumerate(reference.category_ids)}
-    for number, name in zip(table.category_ids, table.labels, strict=True):
-        if number not in label_of:
-            raise UserError(
-                f"{table.path} has category {number} ({name}), which {reference.path} has not: a model trained there "
-                "cannot find it. Use the same categories in both, or name the ones to use in data.categories."
-            )
-        if reference.labels[label_of[number]] != name:
-            raise UserError(
-                f"Category {number} is {name!r} in {table.path} but {reference.labels[label_of[number]]!r} in "
-                f"{reference.path}: the two files disagree."
-            )
-    place = np.array([label_of[number] for number in table.category_ids], dtype=np.int64)
-    return replace(
-        table,
-        label=place[table.label],
-        labels=reference.labels,
-        category_ids=reference.category_ids,
-        supercategories=reference.supercategories,
-    )

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from vision_attn.data.coco import CocoTable
+from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.findings import Findings
 from vision_attn.data.images import read_image
 from vision_attn.errors import UserError

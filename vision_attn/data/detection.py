@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +13,12 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from vision_attn.data.augment import Augmenter
-from vision_attn.data.coco import CocoTable, choose_categories, fit_boxes, match_categories, read_coco
-from vision_attn.data.coco_images import compare_with_files, image_folder_of, shared_content
+from vision_attn.data.coco import read_coco
+from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths, shared_content
+from vision_attn.data.coco_table import CocoTable, choose_categories, fit_boxes, match_categories
 from vision_attn.data.config import AugmentConfig
-from vision_attn.data.detection_augment import DetectionAugmentConfig, Resize, ViewMaker
+from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker
+from vision_attn.data.detection_layouts import LAYOUTS, check_value, choose_resize
 from vision_attn.data.detection_loader import DetectionEvalLoader, DetectionTrainLoader
 from vision_attn.data.detection_sets import Boxes, DetectionSet, FilePixels, MemoryPixels, make_targets
 from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
@@ -24,47 +26,11 @@ from vision_attn.data.findings import Findings
 from vision_attn.data.loader import rank_and_world
 from vision_attn.data.policy import color_jitter
 from vision_attn.data.randomness import Stream, hashes, uniforms
-from vision_attn.data.sources import IMAGENET_MEAN, IMAGENET_STD, Split, data_root
+from vision_attn.data.sources import Split, data_root
 from vision_attn.errors import UserError, closest
 
 _OFF = DetectionAugmentConfig()
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where a known set lies and how large its images become.
-
-    Attributes:
-        folder: under the data root; ``""`` for the root itself.
-        files: annotation file of each split, under the folder.
-        images: folder of each split's images; a split that is missing here is looked for.
-        resize: what its images are brought to when nothing else is asked for.
-        mean, std: for normalisation.
-    """
-
-    folder: str
-    files: dict[Split, str]
-    images: dict[Split, str]
-    resize: Resize
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-
-
-def _layout(folder: str, names: tuple[str, ...], resize: Resize, **more: Any) -> Layout:
-    pairs = list(zip(_SPLITS, names, strict=False))
-    files: dict[Split, str] = {split: f"annotations/instances_{name}.json" for split, name in pairs}
-    return Layout(folder, files, dict(pairs), resize, **more)
-
-
-LAYOUTS = {
-    "coco": _layout("", ("train2017", "val2017"), Resize("shorter", (800, 1333))),
-    "coco_320": _layout("coco-320", ("train2017", "val2017"), Resize("shorter", (320, 320))),
-    "bccd": _layout("bccd", ("train", "val", "test"), Resize("shorter", (480, 640))),
-    "digit_scenes": _layout(
-        "", ("train", "val", "test"), Resize("stretch", (96, 96)), mean=(0.5,) * 3, std=(0.287,) * 3
-    ),
-}
 
 
 class DetectionData(LightningDataModule):
@@ -161,20 +127,21 @@ class DetectionData(LightningDataModule):
             ("max_size", max_size),
             ("group_batches", group_batches),
         ):
-            _check(key, value, value >= 1, "at least 1")
+            check_value(key, value, value >= 1, "at least 1")
         for key, most in (("max_images", max_images), ("eval_max_images", eval_max_images)):
-            _check(key, most, most is None or most >= 1, "at least 1")
-        _check("num_workers", num_workers, num_workers >= 0, "at least 0")
-        _check("fraction", fraction, 0.0 < fraction <= 1.0, "above 0 and at most 1")
-        _check("overlap", overlap, overlap in ("error", "drop", "allow"), "error, drop or allow")
+            check_value(key, most, most is None or most >= 1, "at least 1")
+        check_value("num_workers", num_workers, num_workers >= 0, "at least 0")
+        check_value("fraction", fraction, 0.0 < fraction <= 1.0, "above 0 and at most 1")
+        check_value("overlap", overlap, overlap in ("error", "drop", "allow"), "error, drop or allow")
         layout = LAYOUTS[name]
-        self.name, self.batch_size, self.eval_batch_size = name, batch_size, eval_batch_size
+        self.name, self.layout = name, layout
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.fraction, self.max_images, self.eval_max_images = fraction, max_images, eval_max_images
         self.categories = None if categories is None else list(categories)
         self.num_workers, self.seed, self.drop_last, self.group_batches = num_workers, seed, drop_last, group_batches
         self.memory_limit, self.skip_bad_images, self.overlap = memory_limit_mb << 20, skip_bad_images, overlap
         self.augment = replace(augment)
-        self.resize = _resize(layout.resize, img_size, max_size, resize)
+        self.resize = choose_resize(layout.resize, img_size, max_size, resize)
         self.maker = ViewMaker(self.augment, self.resize, seed)
         self._data_root = data_root(root)
         self.root = self._data_root / layout.folder
@@ -208,7 +175,7 @@ class DetectionData(LightningDataModule):
         """The annotation file of a split, or None where the set has none."""
         given = self._json[split]
         if given is None:
-            known = LAYOUTS[self.name].files.get(split)
+            known = self.layout.files.get(split)
             if known is None or (self.name == "coco" and split != "train" and self._json["train"] is not None):
                 return None  # own training annotations are not validated on COCO's
             return self.root / known
@@ -221,7 +188,7 @@ class DetectionData(LightningDataModule):
             return self.root / Path(given).expanduser()
         file = self.annotation_file(split)
         assert file is not None
-        known = LAYOUTS[self.name].images.get(split)
+        known = self.layout.images.get(split)
         return self.root / known if self._json[split] is None and known else image_folder_of(self.root, file)
 
     def _classes(self) -> tuple[list[str], list[int]]:
@@ -281,11 +248,8 @@ class DetectionData(LightningDataModule):
                 self.prepare_data()
             table = self.table(name)
             self._splits[name] = None if table is None else self._read(name, table)
-            digest = hashlib.sha256()
-            for _, part in sorted(self._splits.items()):
-                if part is not None:
-                    part.update_hash(digest)
-            self.data_hash = digest.hexdigest()[:16]
+            parts = [part.digest for _, part in sorted(self._splits.items()) if part is not None]
+            self.data_hash = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
         return self._splits[name]
 
     def _read(self, name: Split, table: CocoTable) -> DetectionSet:
@@ -333,8 +297,7 @@ class DetectionData(LightningDataModule):
                 continue
             other_table = self.table(other)  # type: ignore[arg-type]
             assert other_table is not None
-            folder = self.image_folder(other)  # type: ignore[arg-type]
-            others = [str(folder / name) for name in other_table.files]
+            others = image_paths(other_table, self.image_folder(other))  # type: ignore[arg-type]
             shared = sorted({row for row, _ in shared_content(paths, others)})
             if not shared:
                 continue
@@ -454,26 +417,3 @@ class DetectionData(LightningDataModule):
         """What an evaluation looks at, in words."""
         data = self._required(stage)
         return f"{len(data):,} {stage} images with {len(data.boxes.labels):,} boxes"
-
-
-def _resize(default: Resize, img_size: int | tuple[int, int] | None, max_size: int, mode: str | None) -> Resize:
-    if img_size is None:
-        if mode in (None, default.mode):
-            return default
-        raise UserError(
-            f"data.resize={mode} needs data.img_size: {'one number' if mode == 'shorter' else 'two numbers'}."
-        )
-    sizes = (img_size,) if isinstance(img_size, int) else tuple(img_size)
-    _check("img_size", img_size, len(sizes) in (1, 2) and min(sizes) >= 1, "one or two positive numbers")
-    if mode is None:
-        mode = "shorter" if len(sizes) == 1 and default.mode == "shorter" else "fit"
-    if mode == "shorter":
-        _check("img_size", img_size, len(sizes) == 1, "one number, the shorter side, for data.resize=shorter")
-        _check("max_size", max_size, max_size >= sizes[0], f"at least data.img_size, {sizes[0]}")
-        return Resize("shorter", (sizes[0], max_size))
-    return Resize("fit" if mode == "fit" else "stretch", (sizes[0], sizes[-1]))
-
-
-def _check(name: str, value: object, fine: bool, expected: str) -> None:
-    if not fine:
-        raise UserError(f"data.{name} is {value!r}: expected {expected}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from vision_attn.data import images as image_files
-from vision_attn.data.coco import CocoTable
 from vision_attn.data.coco_images import in_threads
+from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.detection_augment import ViewMaker, Views, draw_view, move_boxes
 from vision_attn.errors import UserError
 
@@ -77,9 +79,9 @@ class MemoryPixels:
         """Whether all images have one size, so that :meth:`stack` works."""
         return self._same
 
-    def fingerprint(self) -> bytes:
-        """All pixels."""
-        return self._data.numpy().tobytes()
+    def update_hash(self, digest: Any) -> None:
+        """Feed all pixels to a hashlib object."""
+        digest.update(self._data.numpy())
 
 
 class FilePixels:
@@ -98,9 +100,10 @@ class FilePixels:
     def read(self, row: int) -> Tensor:
         return load(self.paths[row], self.sizes[row].tolist())
 
-    def fingerprint(self) -> bytes:
-        """Name and length of every file."""
-        return b"".join(image_files.fingerprint(path, 0) for path in self.paths)
+    def update_hash(self, digest: Any) -> None:
+        """Feed name and length of every file (not its content) to a hashlib object."""
+        for path in self.paths:
+            digest.update(image_files.fingerprint(path, 0))
 
 
 def load(path: str, size: Sequence[int]) -> Tensor:
@@ -236,13 +239,16 @@ class DetectionSet:
         mask = (torch.arange(height) < tall[:, None])[:, :, None] & (torch.arange(width) < wide[:, None])[:, None]
         return out, mask
 
-    def update_hash(self, digest: Any) -> None:
-        """Feed everything that makes this set what it is to a hashlib object."""
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A SHA-256 over everything that makes this set what it is."""
+        digest = hashlib.sha256()
         for part in (self.table.image_ids, self.table.sizes, self.boxes.corners.numpy(), self.boxes.labels.numpy()):
             digest.update(np.ascontiguousarray(part))
         digest.update("\n".join(self.table.labels).encode())
         digest.update(self.boxes.starts.numpy())
-        digest.update(self.pixels.fingerprint())
+        self.pixels.update_hash(digest)
+        return digest.digest()
 
 
 def _whole(views: Views, size: Tensor) -> bool:
