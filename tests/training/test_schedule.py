@@ -54,3 +54,15 @@ def test_budget_and_steps_agree():
 def test_anneal_clips():
     assert anneal(1.5, "linear", 0.2) == pytest.approx(0.2)
     assert anneal(-1, "linear") == 1.0
+
+
+def test_steps_drop_where_they_are_asked_to():
+    """DETR's: a tenth after 400 of 500 epochs, at the step and not one later."""
+    shape = {"warmup": 0, "schedule": "step", "drop_at": (0.8,)}
+    assert [lr_factor_by_step(n, 5000, **shape) for n in (0, 3999, 4000, 4999)] == [1, 1, 0.1, 0.1]
+    twice = {"warmup": 100, "schedule": "step", "drop_at": (0.5, 0.75), "drop_factor": 0.2}
+    got = [lr_factor_by_step(n, 500, **twice) for n in (49, 299, 300, 400)]
+    assert got == pytest.approx([0.5, 1, 0.2, 0.04])
+    assert lr_factor_by_step(400, 500, **twice, floor=0.1) == pytest.approx(0.1)
+    assert lr_factor_by_budget(0.85, 9, **shape) == pytest.approx(0.1)
+    assert lr_factor_by_step(10**6, math.inf, **shape) == 1.0

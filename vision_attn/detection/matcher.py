@@ -247,14 +247,17 @@ def _check_health(health: np.ndarray, stacks: Sequence[Stack], costs: MatchingCo
     start = 0
     for stack in stacks:
         layers, images = stack.logits.shape[:2]
-        for what in ("class logits", "boxes"):
-            values = health[start : start + layers * images].reshape(layers, images)
-            start += layers * images
-            if not np.isfinite(values).all():
-                layer = int(np.argmin(np.isfinite(values).all(1)))
-                bad = np.flatnonzero(~np.isfinite(values[layer])).tolist()
-                became = "NaN" if np.isnan(values[layer]).any() else "infinite"
-                raise UserError(
-                    f"the predicted {what} became {became} in {stack.name} {layer + 1} of {layers} (images "
-                    f"{', '.join(map(str, bad))} of the batch). {ADVICE}"
-                )
+        values = health[start : start + 2 * layers * images].reshape(2, layers, images)
+        start += values.size
+        fine = np.isfinite(values)
+        if not fine.all():
+            layer = int(np.argmin(fine.all((0, 2))))  # the first: later ones follow from it
+            what = " and ".join(
+                n for n, ok in zip(("class logits", "boxes"), fine[:, layer], strict=True) if not ok.all()
+            )
+            became = "NaN" if np.isnan(values[:, layer]).any() else "infinite"
+            bad = np.flatnonzero(~fine[:, layer].all(0)).tolist()
+            raise UserError(
+                f"the predicted {what} became {became} in {stack.name} {layer + 1} of {layers} (images "
+                f"{', '.join(map(str, bad))} of the batch). {ADVICE}"
+            )

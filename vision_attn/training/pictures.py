@@ -61,7 +61,15 @@ def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "")
         figure.suptitle(title, fontsize=11)
 
 
-def confusion_matrix(counts: Tensor, labels: Sequence[str], path: Path, title: str = "") -> None:
+def confusion_matrix(
+    counts: Tensor,
+    labels: Sequence[str],
+    path: Path,
+    title: str = "",
+    *,
+    predicted: Sequence[str] | None = None,
+    unit: str | None = None,
+) -> None:
     """Rows are the true classes, in shares of the class; small matrices carry numbers.
 
     Beyond 20 classes the most frequent confusions are listed beside the matrix.
@@ -71,27 +79,34 @@ def confusion_matrix(counts: Tensor, labels: Sequence[str], path: Path, title: s
         labels: class names.
         path: the PNG to write.
         title: goes before the accuracy.
+        predicted: names of the columns, when they are others.
+        unit: what is counted, when it is not images; the title is then all there is to say.
     """
     from matplotlib.colors import PowerNorm
 
     n = len(labels)
     shares = counts.double() / counts.sum(1, keepdim=True).clamp_min(1)
-    accuracy = float(counts.diag().sum() / counts.sum().clamp_min(1))
+    if unit is None:
+        accuracy = float(counts.diag().sum() / counts.sum().clamp_min(1))
+        title = f"{title}accuracy {accuracy:.2%} of {int(counts.sum()):,} images"
     many = n > 20
     side = min(14.0, max(4.5, 2.6 + 0.36 * n if not many else 3.0 + 0.11 * n))
     with _Figure(path, figsize=(side + (3.0 if many else 0.9), side)) as (figure, axis):
         axis.grid(False)
         image = axis.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
         size = 8 if not many else max(4.0, min(7.0, 540 / n))
-        names = [textwrap.shorten(str(label), 22, placeholder="…") for label in labels]
-        axis.set_xticks(range(n), names, rotation=90 if many or max(map(len, names)) > 3 else 0, fontsize=size)
-        axis.set_yticks(range(n), names, fontsize=size)
+        across, down = (
+            [textwrap.shorten(str(label), 22, placeholder="…") for label in some]
+            for some in (predicted or labels, labels)
+        )
+        axis.set_xticks(range(n), across, rotation=90 if many or max(map(len, across)) > 3 else 0, fontsize=size)
+        axis.set_yticks(range(n), down, fontsize=size)
         axis.tick_params(length=0 if many else 2, pad=1.5)
         axis.set(xlabel="predicted", ylabel="true")
-        axis.set_title(f"{title}accuracy {accuracy:.2%} of {int(counts.sum()):,} images", fontsize=11)
+        axis.set_title(title, fontsize=11)
         axis.spines[:].set_visible(False)
         if many:
-            _list_confusions(axis, counts, labels)
+            _list_confusions(axis, counts, labels, predicted or labels, unit or "images")
         else:
             figure.colorbar(image, ax=axis, shrink=0.7, label="share of the true class", ticks=[0, 0.1, 0.25, 0.5, 1])
             for row in range(n):
@@ -102,16 +117,18 @@ def confusion_matrix(counts: Tensor, labels: Sequence[str], path: Path, title: s
                         axis.text(column, row, number, ha="center", va="center", color=color, fontsize=7.5)
 
 
-def _list_confusions(axis: Any, counts: Tensor, labels: Sequence[str], most: int = 25) -> None:
+def _list_confusions(
+    axis: Any, counts: Tensor, labels: Sequence[str], predicted: Sequence[str], unit: str, most: int = 25
+) -> None:
     wrong = counts.clone()
     wrong.fill_diagonal_(0)
     value, place = wrong.flatten().topk(min(most, wrong.numel()))
     lines = [
-        f"{int(v):>3}  {labels[int(p) // len(labels)]} → {labels[int(p) % len(labels)]}"
+        f"{int(v):>3}  {labels[int(p) // len(labels)]} → {predicted[int(p) % len(labels)]}"
         for v, p in zip(value, place, strict=True)
         if v > 0
     ]
-    text = "most frequent confusions\n(images, true → predicted)\n\n" + "\n".join(lines)
+    text = f"most frequent confusions\n({unit}, true → predicted)\n\n" + "\n".join(lines)
     axis.text(1.02, 1.0, text, transform=axis.transAxes, va="top", fontsize=8.5, linespacing=1.35)
 
 

@@ -220,7 +220,8 @@ def model_size(model: Any, config: dict[str, Any]) -> dict[str, int | None]:
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     """``metrics.csv``, whole: known columns first, others by name; no accuracies where there is average precision."""
     found = {key for row in rows for key in row}
-    known = [name for name in COLUMNS if name in found or not (name.endswith("/acc") and "val/ap" in found)]
+    detects = "val/ap" in found and not found & {"train/acc", "val/acc"}
+    known = [name for name in COLUMNS if not (detects and name.endswith("/acc"))]
     text = io.StringIO()
     writer = csv.DictWriter(text, [*known, *sorted(found - set(COLUMNS))], restval="", lineterminator="\n")
     writer.writeheader()

@@ -1,0 +1,287 @@
+"""Detectors learn, are resumed bit for bit, and are measured by what they find."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+import vision_attn as va
+from vision_attn.data.detection import DetectionData
+from vision_attn.detection.criterion import CriterionConfig
+from vision_attn.errors import UserError
+from vision_attn.training.detector import Detector, label_map, with_backbone_rate
+from vision_attn.training.ema import EmaConfig
+from vision_attn.training.fitting import finish, make_callbacks, make_plugins
+from vision_attn.training.interrupt import Interrupted, StopSignal
+from vision_attn.training.optimizers import OptimizerConfig, parameter_groups
+from vision_attn.training.run_folder import RunFolder, read_metrics
+from vision_attn.training.tasks import task_by_name
+
+TINY = {"embed_dim": 24, "num_heads": 3, "enc_layers": 1, "dec_layers": 2, "num_queries": 7, "mlp_ratio": 2.0}
+SETTINGS = {
+    "max_epochs": 2,
+    "num_sanity_val_steps": 0,
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "logger": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory, write_coco) -> Path:
+    counts = {"train2017": 19, "val2017": 5, "test2017": 3}
+    return write_coco(tmp_path_factory.mktemp("coco"), counts)
+
+
+class Run:
+    """One run in batches of 5: 4 steps an epoch."""
+
+    def __init__(
+        self, folder: Path, root: Path, resume: Path | None = None, stop_at: int | None = None, **options: Any
+    ):
+        self.stop = StopSignal()
+        self.data = DetectionData(
+            "coco", root=root, test_json="annotations/instances_test2017.json", img_size=48, max_size=96, batch_size=5
+        )
+        torch.manual_seed(0)
+        linked = {k: getattr(self.data, k) for k in ("num_classes", "img_size", "labels", "category_ids", "preprocess")}
+        args = {**TINY, **options.pop("args", {})}
+        self.module = Detector(
+            options.pop("name", "dn_detr_tiny"),
+            args,
+            optimizer=OptimizerConfig(**options.pop("optimizer", {"lr": 1e-3})),
+            criterion=CriterionConfig(**options.pop("criterion", {})),
+            lr_backbone=options.pop("lr_backbone", None),
+            **linked,
+        )
+        self.folder = RunFolder(folder, "tiny", "data: {name: coco}\n", monitor="val/ap", resume=resume)
+        callbacks = make_callbacks(
+            self.folder, ema=EmaConfig(**options.pop("ema", {})), save_every="1h", stop=self.stop, progress=False
+        )
+        if stop_at is not None:
+            callbacks.insert(0, _StopAt(self.stop, stop_at))
+        self.trainer = Trainer(**{**SETTINGS, **options}, callbacks=callbacks, plugins=make_plugins("auto"))
+
+    def fit(self, ckpt_path: Path | None = None) -> Run:
+        self.trainer.fit(self.module, self.data, ckpt_path=ckpt_path, weights_only=True)
+        return self
+
+
+class _StopAt(Callback):
+    """Asks for the end of the run during optimizer step ``step``."""
+
+    def __init__(self, stop: StopSignal, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step + 1 == self.step:
+            self.stop.requested = True
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, root):
+    """A finished run with a test, for the tests that only look at one."""
+    run = Run(tmp_path_factory.mktemp("finished"), root, optimizer={"lr": 2e-3})
+    run.fit()
+    trainer = Trainer(**{**SETTINGS, "enable_checkpointing": False})
+    finish(run.folder, run.trainer, run.module, run.data, test=True, make_trainer=lambda: trainer)
+    return run
+
+
+# -- a run -------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_numbers(finished):
+    summary = json.loads((finished.folder.path / "summary.json").read_text())
+    for key in ("val/ap", "val/ap50", "val/ap75", "val/ar_100", "test/ap", "test/ap50"):
+        assert 0 <= summary[key] <= 1
+    assert list(summary).index("val/ap") < list(summary).index("params")
+    with (finished.folder.path / "metrics.csv").open() as file:
+        names = next(csv.reader(file))
+    assert {"train/loss", "train/loss_class", "train/loss_bbox", "train/loss_giou", "train/class_error"} < set(names)
+    assert {"train/surplus", "val/loss", "val/ap", "val/ap50", "val/ar_100"} < set(names)
+    assert "val/acc" not in names
+    rows = read_metrics(finished.folder.path / "metrics.csv")
+    assert [row["step"] for row in rows] == [4, 8]
+    assert rows[1]["train/loss"] < rows[0]["train/loss"]
+    assert all(row["train/surplus"] == 0 for row in rows)
+
+
+def test_a_run_leaves_its_pictures(finished):
+    plots = finished.folder.path / "plots"
+    for name in ("learning_curves", "augmented", "detections", "average_precision", "precision_recall"):
+        assert (plots / f"{name}.png").stat().st_size > 5000
+    assert (plots / "confusion_matrix.png").is_file()
+
+
+def test_the_checkpoint_knows_its_classes(finished):
+    for path in ("checkpoints/best.ckpt", "model.safetensors"):
+        model = va.load_model(finished.folder.path / path)
+        assert model.config["task"] == "detection"
+        assert model.config["labels"] == ["red", "green", "blue"]
+        assert model.config["category_ids"] == [3, 7, 20]
+        assert model.config["preprocess"]["size"] == [48, 96]
+
+
+def test_evaluating_the_checkpoint_says_the_same(finished, root):
+    model = va.load_model(finished.folder.path / "checkpoints" / "best.ckpt")
+    trainer = Trainer(**{**SETTINGS, "enable_checkpointing": False})
+    data = DetectionData("coco", root=root, img_size=48, max_size=96, eval_batch_size=2)
+    result = trainer.validate(Detector.from_model(model), datamodule=data, verbose=False)[0]
+    summary = json.loads((finished.folder.path / "summary.json").read_text())
+    assert result["val/ap"] == pytest.approx(summary["val/ap"], abs=1e-5)
+    row = max(read_metrics(finished.folder.path / "metrics.csv"), key=lambda row: (row["val/ap"], row["step"]))
+    assert result["val/loss"] == pytest.approx(row["val/loss"], rel=1e-4)  # other batches, the same mean over objects
+
+
+def test_the_detector_learns(tmp_path, root):
+    run = Run(tmp_path, root, max_epochs=12, optimizer={"lr": 2e-3}, check_val_every_n_epoch=12).fit()
+    rows = read_metrics(run.folder.path / "metrics.csv")
+    assert rows[-1]["train/loss"] < 0.85 * rows[0]["train/loss"]
+    assert rows[-1]["val/ap50"] > 0
+
+
+# -- resuming ----------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "denoising": {},
+    "softmax and dropout": {
+        "name": "detr_tiny",
+        "args": {"dropout": 0.1},
+        "optimizer": {"lr": 1e-3, "schedule": "step", "drop_at": (0.4,), "warmup": 0},
+    },
+    "groups, query selection, ema": {
+        "args": {"query_groups": 3, "query_selection": True, "dn_contrastive": True},
+        "ema": {"decay": 0.9},
+        "criterion": {"loss": "stable"},
+        "lr_backbone": 1e-4,
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, root, case):
+    options = CASES[case]
+    whole = Run(tmp_path / "whole", root, **_copy(options)).fit()
+    first = Run(tmp_path / "stopped", root, stop_at=3, **_copy(options))
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    second = Run(tmp_path / "stopped", root, resume=first.folder.path, **_copy(options)).fit(caught.value.path)
+    assert first.trainer.global_step == 3
+    torch.testing.assert_close(second.module.state_dict(), whole.module.state_dict(), rtol=0, atol=0)
+    rows, expected = (read_metrics(r.folder.path / "metrics.csv") for r in (second, whole))
+    for key in ("step", "lr", "val/ap", "val/loss"):
+        assert [row.get(key) for row in rows] == [row.get(key) for row in expected]
+
+
+def _copy(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in options.items()}
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------
+
+
+def test_nan_names_the_step_and_what_to_try(tmp_path, root):
+    run = Run(tmp_path, root)
+
+    class Poison(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, *args: Any) -> None:
+            if trainer.global_step == 2:
+                with torch.no_grad():
+                    module.model.bbox_embed.layers[-1].bias.fill_(float("nan"))
+
+    run.trainer.callbacks.append(Poison())
+    with pytest.raises(
+        UserError, match=r"step 2 \(epoch 0, lr .*\): the predicted boxes became NaN in decoder layer 1 of 2"
+    ):
+        run.fit()
+
+
+def test_a_head_for_fewer_classes_is_refused_at_once(tmp_path, root):
+    run = Run(tmp_path, root)
+    run.module = Detector("dn_detr_tiny", TINY, num_classes=2)
+    with pytest.raises(UserError, match="the data have 3 classes, the model's head 2: build it with num_classes=3"):
+        run.fit()
+
+
+def test_models_of_other_tasks_are_refused():
+    with pytest.raises(UserError, match=r"is a model for classification and finds no boxes; there are: .*dn_detr_tiny"):
+        Detector("vit_tiny_patch16_224", img_size=(32, 32))
+
+
+def test_a_loss_that_does_not_fit_the_head_is_refused():
+    with pytest.raises(UserError, match=r"criterion.loss softmax does not fit a sigmoid head"):
+        Detector("dn_detr_tiny", TINY, criterion=CriterionConfig(loss="softmax"))
+
+
+# -- parts -------------------------------------------------------------------------------------------
+
+
+def test_the_backbone_has_a_rate_of_its_own():
+    module = Detector("dn_detr_tiny", TINY, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1), lr_backbone=1e-5)
+    groups = parameter_groups(module.model, module.optimizer_config)
+    rates = {id(p): (group["peak_lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    for name, parameter in module.model.named_parameters():
+        rate, decay = rates[id(parameter)]
+        assert rate == pytest.approx(1e-5 if name.startswith("backbone.") else 1e-3)
+        if parameter.ndim == 1 or name in module.model.no_weight_decay():
+            assert decay == 0
+    assert len(groups) == 4
+
+
+def test_a_rate_of_zero_freezes_the_backbone():
+    module = Detector("dn_detr_tiny", TINY, lr_backbone=0.0)
+    assert not any(p.requires_grad for p in module.model.backbone.parameters())
+    assert all(p.requires_grad for p in module.model.encoder.parameters())
+    parameter_groups(module.model, module.optimizer_config)
+
+
+def test_patterns_of_the_user_go_before_the_backbones():
+    optimizer = with_backbone_rate(OptimizerConfig(lr=1e-3, lr_mult={"backbone.stem*": 0.5}), 1e-4)
+    assert list(optimizer.lr_mult.items()) == [("backbone.stem*", 0.5), ("backbone.*", pytest.approx(0.1))]
+    with pytest.raises(UserError, match="lr_backbone must not be negative"):
+        with_backbone_rate(OptimizerConfig(), -1.0)
+
+
+def test_labels_are_matched_by_the_files_ids():
+    """A head by COCO's own ids evaluates on contiguous labels."""
+    assert label_map(list(range(91)), [3, 7, 20]).tolist() == [3, 7, 20]
+    assert label_map([20, 3, 7], [3, 7, 20]).tolist() == [1, 2, 0]
+    assert label_map([3, 7], [3, 7, 20]) is None
+
+
+def test_a_head_by_the_files_ids_is_evaluated_on_contiguous_labels(root):
+    """As the original DETR's checkpoints are: 91 logits, a class's place is its id."""
+    torch.manual_seed(1)
+    model = va.create_model("detr_tiny", num_classes=21, **{**TINY, "num_queries": 11})
+    by_place = va.create_model("detr_tiny", num_classes=3, **{**TINY, "num_queries": 11})
+    state = model.state_dict()
+    for key in ("class_embed.weight", "class_embed.bias"):
+        state[key] = state[key][[3, 7, 20, 21]]
+        model.state_dict()[key][[i for i in range(21) if i not in (3, 7, 20)]] = 0 if "weight" in key else -1e4
+    by_place.load_state_dict(state)
+    model.config["category_ids"] = list(range(21))
+    by_place.config["category_ids"] = [3, 7, 20]
+    results = []
+    for candidate in (model, by_place):
+        trainer = Trainer(**{**SETTINGS, "enable_checkpointing": False})
+        data = DetectionData("coco", root=root, img_size=48, max_size=96)
+        results.append(trainer.validate(Detector.from_model(candidate), datamodule=data, verbose=False)[0])
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert value == pytest.approx(results[1][key], rel=1e-4, abs=1e-6)
+
+
+def test_the_task_is_registered():
+    task = task_by_name("detection")
+    assert task.module_class() is Detector
+    assert task.data_class() is DetectionData
+    assert task.monitor == "val/ap"
