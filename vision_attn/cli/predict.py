@@ -1,10 +1,11 @@
-"""``vision-attn predict``: classes and probabilities for image files, or their order."""
+"""``vision-attn predict``: classes and probabilities for image files, objects in them, or their order."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vision_attn.cli.arguments import make_parser, parse
 
@@ -13,40 +14,91 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-    """Classify (or, with a pointer network, sort) the images named on the command line.
+    """Classify (or, with a detector, search; with a pointer network, sort) the images named on the command line.
 
     Raises:
         UserError: the checkpoint or an image cannot be read, or the arguments are wrong.
     """
-    parser = make_parser("predict", "Classify (or sort) images with a trained model; the preprocessing comes with it.")
+    parser = make_parser(
+        "predict",
+        "Classify images, find objects in them or sort them, with a trained model; the preprocessing comes with it.",
+    )
     parser.add_argument("images", nargs="+", help="image files and folders (searched through)")
     parser.add_argument("--ckpt_path", required=True, help=".ckpt, .safetensors, .th, or the folder of a run or model")
-    parser.add_argument("--topk", type=int, default=5, help="how many classes to report")
-    parser.add_argument("--json", type=str | None, default=None, help="write JSON to this file, - for standard output")
+    parser.add_argument(
+        "--topk", type=int | None, default=None, help="classes to report (5), or objects of an image at most (100)"
+    )
+    parser.add_argument(
+        "--threshold", type=float | None, default=None, help="detectors: least score of an object (0.5); 0 for all"
+    )
+    parser.add_argument(
+        "--output", type=str | None, default=None, help="detectors: write the images with boxes drawn to this folder"
+    )
+    parser.add_argument(
+        "--json",
+        type=str | None,
+        default=None,
+        help="write JSON to this file, - for standard output; of detections in COCO's results format",
+    )
+    parser.add_argument(
+        "--annotations", type=str | None, default=None, help="detectors: the COCO file with the ids of the images"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps …")
-    parser.add_argument("--batch_size", type=int, default=32, help="images per forward pass")
+    parser.add_argument(
+        "--batch_size",
+        type=int | None,
+        default=None,
+        help="images per forward pass (32; for large images less)",
+    )
     options = parse(parser, argv)
 
     from vision_attn.checkpoints import load_model
     from vision_attn.inference import pick_device, predict
 
     device = pick_device(options.device)
-    model = load_model(options.ckpt_path, device=device)
-    results = predict(
-        model, options.images, batch_size=options.batch_size, topk=options.topk, progress=sys.stderr.isatty()
+    model: Any = load_model(options.ckpt_path, device=device)
+    task = str(model.config["task"])
+    if task == "detection":
+        from vision_attn.cli import predict_objects
+
+        prepared = predict_objects.prepare(options)
+    else:
+        _refuse_detection_options(options, task)
+    results: Any = predict(
+        model,
+        options.images,
+        batch_size=options.batch_size,
+        topk=options.topk,
+        threshold=options.threshold,
+        progress=sys.stderr.isatty(),
     )
+    if task == "detection":
+        return predict_objects.finish(results, prepared, options, model.config.get("labels"))
     if options.json is None:
         _show(results)
-        return 0
-    text = json.dumps([result.to_dict() for result in results], indent=2, ensure_ascii=False) + "\n"
-    if options.json == "-":
-        sys.stdout.write(text)
     else:
-        from vision_attn.checkpoints.atomic import atomic_write_text
-
-        atomic_write_text(options.json, text)
-        print(f"{len(results)} predictions written to {options.json}", file=sys.stderr)
+        write_json([result.to_dict() for result in results], options.json, f"{len(results)} predictions")
     return 0
+
+
+def write_json(rows: list[dict[str, Any]], path: str, what: str) -> None:
+    """To a file, saying so on standard error, or to standard output (``-``)."""
+    text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    from vision_attn.checkpoints.atomic import atomic_write_text
+
+    atomic_write_text(path, text)
+    print(f"{what} written to {path}", file=sys.stderr)
+
+
+def _refuse_detection_options(options: Any, task: str) -> None:
+    from vision_attn.errors import UserError
+
+    for name in ("threshold", "output", "annotations"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is for detectors; {Path(options.ckpt_path)} is a model for {task}.")
 
 
 def _show(results: list[Classification] | list[Pointed]) -> None:
