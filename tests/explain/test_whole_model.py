@@ -53,7 +53,7 @@ def test_rollout_is_the_product_of_half_attention_half_identity():
     torch.testing.assert_close(rollout(model, images), product[:, 0, 1:].unflatten(1, (3, 5)))
     found = rollout(model, images, queries=[4, 9])
     torch.testing.assert_close(found, product[:, [4, 9], 1:].unflatten(2, (3, 5)))
-    with pytest.raises(UserError, match="no token 16.*it has 16"):
+    with pytest.raises(UserError, match=r"no token 16.*it has 16"):
         rollout(model, images, queries=[16])
 
 
@@ -88,12 +88,9 @@ def test_flow_is_the_largest_by_a_linear_program():
     found = _flow(steps, read, 0)
     # variables: head to last tokens, then each layer's pipes
     pipes = [(("head", 0), (layers, j), read[j]) for j in range(n)]
-    pipes += [
-        ((l, i), (l - 1, j), steps[l - 1, i, j])
-        for l in range(layers, 0, -1)
-        for i, j in itertools.product(range(n), repeat=2)
-    ]
-    nodes = [(l, i) for l in range(layers + 1) for i in range(n)]
+    for layer, i, j in itertools.product(range(layers, 0, -1), range(n), range(n)):
+        pipes.append(((layer, i), (layer - 1, j), steps[layer - 1, i, j]))
+    nodes = [(layer, i) for layer in range(layers + 1) for i in range(n)]
     for sink in range(n):
         inner = [node for node in nodes if node != (0, sink)]
         balance = np.array([[(b == node) - (a == node) for a, b, _ in pipes] for node in inner], float)
