@@ -266,10 +266,15 @@ def test_weights_of_a_backbone_come_from_a_file(tmp_path):
     assert model.config["preprocess"]["mean"] == [0.485, 0.456, 0.406]
     with pytest.raises(UserError, match=r"do not fit the backbone resnet34: \d+ of \d+ tensors"):
         va.create_model("detr_resnet50", **{**options, "backbone": "resnet34"})
+    (tmp_path / "text.pth").write_text("no checkpoint")
+    with pytest.raises(UserError, match=r"text\.pth cannot be read"):
+        va.create_model("detr_resnet50", backbone_weights=str(tmp_path / "text.pth"))
     vit = va.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, patch_size=8, embed_dim=24, depth=1)
     va.save_model(vit, tmp_path / "vit")
     sizes = {"patch_size": 8, "embed_dim": 24, "depth": 1}
-    body = make_backbone("vit_tiny_patch16_224", img_size=(32, 32), options=sizes, weights=tmp_path / "vit").body
+    body = make_backbone(
+        "vit_tiny_patch16_224", img_size=(32, 32), options=sizes, weights=tmp_path / "vit" / "model.safetensors"
+    ).body
     torch.testing.assert_close(body.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
 
 

@@ -58,7 +58,7 @@ class Original:
         """
         found = Found("", {}, preprocess={**IMAGENET, "size": _SIZE})
         ours = _our_shapes(self.convert, shapes)
-        args = _sizes(ours, hints, found, softmax=True)
+        args = _sizes(ours, hints, found, no_object=True)
         if any(key.startswith("encoder_norm.") for key in ours):
             args["pre_norm"] = True
         # dilated filters have the same shapes
@@ -117,7 +117,7 @@ class Transformers:
         if told.get("position_embedding_type", "sine") != "sine":
             raise UserError(f"{hints.path}: its positions are learned ones of 50 × 50 tokens, which ours has not.")
         found = Found("", {}, preprocess=_preprocess(hints.preprocessor))
-        args = _sizes(ours, hints, found, softmax=not self.conditional, told=told)
+        args = _sizes(ours, hints, found, no_object=not self.conditional, told=told)
         if self.conditional:
             args |= {"queries": "point", "conditional": True}
         for theirs, mine in (("activation_function", "act"), ("dropout", "dropout")):
@@ -175,7 +175,7 @@ def _our_shapes(convert: Any, shapes: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def _sizes(
-    ours: Shapes, hints: Hints, found: Found, *, softmax: bool, told: Mapping[str, Any] | None = None
+    ours: Shapes, hints: Hints, found: Found, *, no_object: bool, told: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What the tensors say, under our names, and what ``config.json`` adds."""
     told = told or {}
@@ -186,7 +186,7 @@ def _sizes(
         if width != 256:
             found.notes.append(f"8 heads, as every DETR published has, for width {width}")
     args: dict[str, Any] = {
-        "num_classes": ours["class_embed.weight"][0] - softmax,
+        "num_classes": ours["class_embed.weight"][0] - no_object,
         "in_chans": ours["backbone.conv1.weight"][1] if "backbone.conv1.weight" in ours else 3,
         "embed_dim": width,
         "num_heads": heads(width, hints, found, known=known),
@@ -196,7 +196,7 @@ def _sizes(
         "num_queries": num_queries,
         "queries": "learned",
         "conditional": False,
-        "classification": "softmax" if softmax else "sigmoid",
+        "classification": "softmax" if no_object else "sigmoid",
     }
     other = told.get("decoder_attention_heads", args["num_heads"])
     if other != args["num_heads"]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vision_attn.errors import UserError
@@ -17,8 +19,8 @@ def load_weights(backbone: nn.Module, name: str, weights: bool | str | Path) -> 
     Args:
         backbone: a ``ResNet``, or a ``ViT`` or ``Swin`` of this zoo in a ``ZooBackbone``.
         name: as for ``make_backbone``.
-        weights: True for torchvision's weights of a ResNet (downloaded once), or a checkpoint file of any layout
-            that ``load_model`` reads.
+        weights: True for torchvision's weights of a ResNet (downloaded once), or a file: torchvision's or timm's of a
+            ResNet, or a ``model.safetensors`` of this zoo.
 
     Raises:
         UserError: there are no such weights, or they do not fit.
@@ -54,12 +56,18 @@ def _torchvision(name: str) -> Mapping[str, Tensor]:
 
 
 def _from_file(path: Path) -> Mapping[str, Tensor]:
-    # imported here: checkpoints know all models, and only this function of the models needs to read one
-    from vision_attn.checkpoints.read import read_state_dict
+    """Tensors by name; no code in the file is run."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-    state = read_state_dict(path)[0]
-    if "conv1.weight" in state:
-        return state
-    from vision_attn.checkpoints.load import open_checkpoint
-
-    return open_checkpoint(path).state
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"backbone_weights={path} cannot be read: {first}") from error
+    for key in ("state_dict", "model"):  # where training scripts keep them
+        content = content[key] if isinstance(content, dict) and isinstance(content.get(key), dict) else content
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"backbone_weights={path} holds no table of tensors")
+    return content
