@@ -124,11 +124,11 @@ def _read(path: Path, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     picture, settings = read_image(path), config["preprocess"]
     if config.get("task") == "detection":
-        height, width = settings["size"]
-        scale = min(height / picture.height, width / picture.width)  # all of the image, its proportions kept
-        size = [max(1, round(picture.height * scale)), max(1, round(picture.width * scale))]
-        config = {**config, "preprocess": {**settings, "size": size, "crop_pct": 1.0}}
-    x = preprocess([picture], config)[0]
+        from vision_attn.detection.inference import prepare
+
+        x = prepare([picture], config)[0]
+    else:
+        x = preprocess([picture], config)[0]
     mean, std = (torch.tensor(settings[key], dtype=torch.float32)[:, None, None] for key in ("mean", "std"))
     return x, (x * std + mean).mul(255).round().clamp(0, 255).byte().expand(3, -1, -1).contiguous()
 
