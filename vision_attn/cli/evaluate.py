@@ -50,7 +50,7 @@ def evaluate(verb: str, argv: list[str]) -> int:
     if model.config["task"] != config.task:
         raise UserError(f"{path} is a model for {model.config['task']}, not for {config.task}: leave out --task")
     if config.data.img_size is None:
-        config.data.img_size = tuple(model.config["preprocess"]["size"])
+        take_size(config.data, model.config["preprocess"], config.task)
     reset_trainer(config.trainer)
     command.build_without_model()
     data = command.datamodule
@@ -96,6 +96,17 @@ def reset_trainer(trainer: Any) -> None:
     trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches = 1, -1, 1
 
 
+def take_size(data: Any, preprocess: dict[str, Any], task: str) -> None:
+    """Bring images to the size that the checkpoint was trained at, in its way."""
+    size = tuple(preprocess["size"])
+    if task != "detection":
+        data.img_size = size
+    elif preprocess.get("resize") == "shorter":
+        data.img_size, data.max_size = size
+    elif "resize" in preprocess:  # other people's detectors do not say: they take what the data set is known for
+        data.img_size, data.resize = size, preprocess["resize"]
+
+
 def checkpoint_augmenter(model: Any, data: Any) -> Any:
     """Normalization with the statistics the checkpoint was trained with."""
     from vision_attn.data import AugmentConfig, Augmenter
@@ -112,7 +123,10 @@ def check_fit(model: Any, data: Any, path: str) -> None:
     Raises:
         UserError: another number of classes, or other classes.
     """
-    labels = model.config.get("labels")
+    labels, ids = model.config.get("labels"), model.config.get("category_ids")
+    if ids is not None:
+        check_categories(ids, labels, data, path)
+        return
     classes = model.config["args"].get("num_classes", len(labels) if labels else None)
     if classes not in (None, data.num_classes):
         raise UserError(
@@ -124,6 +138,26 @@ def check_fit(model: Any, data: Any, path: str) -> None:
         raise UserError(
             f"{path} was trained on other classes than those of {data.name!r}: {differ[0]!r} is {differ[1]!r} there."
         )
+
+
+def check_categories(ids: list[int], labels: list[str] | None, data: Any, path: str) -> None:
+    """Refuse a detector for other classes than those of the data; it may know more.
+
+    Raises:
+        UserError: classes that it does not know, or knows by another name.
+    """
+    names = dict(zip(ids, labels or [None] * len(ids), strict=True))
+    for category, name in zip(data.category_ids, data.labels, strict=True):
+        if category not in names:
+            raise UserError(
+                f"{path} knows no category {category} ({name!r}) of the data set {data.name!r}: "
+                "choose the data it was trained on with --data.name and --data.root."
+            )
+        if names[category] not in (None, name):
+            raise UserError(
+                f"{path} was trained on other classes than those of {data.name!r}: category {category} is "
+                f"{names[category]!r} in the checkpoint and {name!r} in the data."
+            )
 
 
 def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float]) -> None:

@@ -164,7 +164,7 @@ class DetectionData(LightningDataModule):
             "crop_pct": 1.0,
         }
         self._ground = (torch.tensor(layout.mean) * 255.0).round().to(torch.uint8)
-        self._normalizer = Augmenter(
+        self.augmenter = Augmenter(
             AugmentConfig(), mean=layout.mean, std=layout.std, num_classes=self.num_classes, channels_last=channels_last
         )
         self.data_hash: str | None = None
@@ -373,7 +373,7 @@ class DetectionData(LightningDataModule):
             streams = (Stream.BRIGHTNESS, Stream.CONTRAST, Stream.SATURATION)
             draw = uniforms(self.seed, batch["epoch"], batch["index"], streams)
             images = color_jitter(images, self.augment.color_jitter, draw, mask)
-        images = self._normalizer.normalize(images)
+        images = self.augmenter.normalize(images)
         if mask is not None:
             images = images.mul_(mask[:, None])
         out = {"image": images, "mask": mask, "targets": make_targets(batch), "index": batch["index"]}
@@ -411,7 +411,7 @@ class DetectionData(LightningDataModule):
 
     def denormalize(self, images: Tensor) -> Tensor:
         """Normalised images (B, 3, H, W) back to raw pixels, uint8."""
-        return self._normalizer.denormalize(images)
+        return self.augmenter.denormalize(images)
 
     def describe(self, stage: Split) -> str:
         """What an evaluation looks at, in words."""
