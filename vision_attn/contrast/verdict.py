@@ -1,9 +1,9 @@
 """Which of two models overfits more? A rule for each size and arm, written down before there are results.
 
 The gap between training and test accuracy alone misleads: a model that cannot fit its training images has hardly any
-gap. A ViT with 53.5 % training and 49.6 % test accuracy on 5,000 CIFAR-10 images has a smaller gap than a CNN with 80.2 %
-and 70.8 % (figures from https://soveshmohapatra.com/projects/vits-benchmark), and is worse at everything. So the rule
-asks in this order:
+gap. A ViT with 53.5 % training and 49.6 % test accuracy on 5,000 CIFAR-10 images has a smaller gap than a CNN with
+80.2 % and 70.8 % (figures from https://soveshmohapatra.com/projects/vits-benchmark), and is worse at everything. So the
+rule asks in this order:
 
 1. Fewer than two pairs of seeds: **inconclusive**.
 2. Neither model fits its training images, and neither validation loss turned: **both underfit**. A model *fits* when

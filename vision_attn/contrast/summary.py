@@ -1,0 +1,172 @@
+"""What a study found, in one paragraph of plain English that says no more than its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from vision_attn.contrast.analysis import Analysis, Group
+from vision_attn.contrast.verdict import BOTH_UNDERFIT, INCONCLUSIVE, LESS, MORE, Verdict
+
+PUBLISHED = (
+    "Published numbers point both ways. On 5,000 CIFAR-10 images, one comparison reports a ViT with 53.5 % training and "
+    "49.6 % test accuracy beside a CNN with 80.2 % and 70.8 %: there the plain gap calls the CNN the one that overfits, "
+    "while the ViT did not fit its images at all."
+)
+
+
+def summarise(analysis: Analysis) -> list[str]:
+    """The summary: one paragraph, and one that holds it against published numbers where a CNN is compared.
+
+    Args:
+        analysis: of a study, finished or not.
+    """
+    study = analysis.study
+    data = study.facts["data"]
+    lines = [_setting(analysis, data)]
+    for a, b in combinations(study.models, 2):
+        lines += _pair(analysis, [v for v in analysis.verdicts if (v.a, v.b) == (a, b)], a, b)
+    lines.append(_limits(analysis))
+    paragraphs = [" ".join(line for line in lines if line)]
+    context = _context(analysis)
+    return [*paragraphs, context] if context else paragraphs
+
+
+def _setting(analysis: Analysis, data: dict[str, Any]) -> str:
+    arms, sizes = len(analysis.arms), len(analysis.sizes)
+    models = analysis.study.facts["models"]
+    names = _join([f"{m['model']} ({_short(m['params'])} parameters, {_short(m['macs'])} MACs)" for m in models])
+    counts = sorted({group.planned for group in analysis.select(noise=0)})
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return (
+        f"On {data['name']} ({data['train']:,} training images, {data['classes']} classes), {names} were trained on "
+        f"{_count(sizes, 'size')} of subset under {_count(arms, 'kind')} of regularisation, with {seeds} "
+        f"seed{'' if seeds == '1' else 's'} each."
+    )
+
+
+def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> list[str]:
+    n = len(verdicts)
+    by = {
+        outcome: [v for v in verdicts if v.outcome == outcome] for outcome in (MORE, LESS, BOTH_UNDERFIT, INCONCLUSIVE)
+    }
+    decided = by[MORE] + by[LESS]
+    lines = []
+    if not decided:
+        lines.append(
+            f"No difference in overfitting between {a} and {b} could be shown in any of the {_count(n, 'comparison')}."
+        )
+    for outcome, word in ((MORE, "more"), (LESS, "less")):
+        if by[outcome]:
+            lines.append(f"At equal training loss, {a} overfits {word} than {b} {_where(by[outcome], n)}.")
+    if decided:
+        alpha = analysis.rule.alpha
+        tests = [v for v in analysis.verdicts if v.p_study is not None]
+        firm = [v for v in decided if v.p_study is not None and v.p_study <= alpha]
+        if len(tests) > 1:
+            lines.append(
+                f"Allowing for {len(tests)} tests at once, {_of(len(firm), len(decided))} of these "
+                f"verdicts {'stands' if len(firm) == 1 else 'stand'}."
+            )
+    if by[BOTH_UNDERFIT]:
+        lines.append(f"Both underfit {_where(by[BOTH_UNDERFIT], n)}.")
+    if by[INCONCLUSIVE] and decided:
+        lines.append(f"{_where(by[INCONCLUSIVE], n).capitalize()} the study is inconclusive.")
+    misleading = [v for v in decided if v.misleading]
+    if misleading:
+        lines.append(f"The plain gap between training and test accuracy says the opposite {_where(misleading, n)}.")
+    lines.append(_largest(analysis, a, b))
+    return lines
+
+
+def _largest(analysis: Analysis, a: str, b: str) -> str:
+    """Accuracies where there is most data, under the arm with the best test accuracy of each model."""
+    size = analysis.sizes[-1]
+    best = []
+    for model in (a, b):
+        groups = [g for g in analysis.select(model=model, size=size, noise=0) if "test_acc" in g.estimates]
+        if not groups:
+            return ""
+        best.append(max(groups, key=lambda g: _mean(g, "test_acc")))
+    images = best[0].images
+    texts = [
+        f"{g.model} reached {_mean(g, 'test_acc'):.1%} test accuracy (training {_mean(g, 'train_acc'):.1%}, arm {g.arm})"
+        for g in best
+    ]
+    return f"With {images:,} images, {texts[0]} and {texts[1]}."
+
+
+def _limits(analysis: Analysis) -> str:
+    lines = []
+    failed, missing = len(analysis.failed), len(analysis.study.missing)
+    if failed:
+        lines.append(f"{_count(failed, 'training')} failed and {'is' if failed == 1 else 'are'} not in these numbers.")
+    if missing:
+        lines.append(f"{_count(missing, 'training')} {'has' if missing == 1 else 'have'} not ended yet.")
+    lines.append("All this holds for these models, images and numbers of steps, and for no others without a test.")
+    return " ".join(lines)
+
+
+def _context(analysis: Analysis) -> str:
+    """The study beside published numbers, where it compares an attention model with a CNN."""
+    kinds = {model["model"]: model.get("kind") for model in analysis.study.facts["models"]}
+    if {"attention", "cnn"} - set(kinds.values()):
+        return ""
+    name = analysis.study.facts["data"]["name"]
+    arm = analysis.arms[0]
+    sizes = {g.size: g.images for g in analysis.select(arm=arm, noise=0)}
+    size = min(sizes, key=lambda s: abs(sizes[s] - 5000)) if name == "cifar10" else max(sizes)
+    parts, low = [], []
+    for model, kind in kinds.items():
+        for group in analysis.select(model=model, size=size, arm=arm, noise=0):
+            if "test_acc" in group.estimates:
+                parts.append(f"{model} {_mean(group, 'train_acc'):.1%} and {_mean(group, 'test_acc'):.1%}")
+                if kind == "attention" and _mean(group, "train_acc") < analysis.rule.fits:
+                    low.append(model)
+    if not parts:
+        return ""
+    here = f"Here, with {sizes[size]:,} {'' if name == 'cifar10' else f'{name} '}images and arm {arm}, training and test accuracy are: {'; '.join(parts)}."
+    fitted = f"{_join(low)} did not fit them either." if low else "No attention model underfits here."
+    other = "" if name == "cifar10" else " These are other images, so the figures themselves do not compare."
+    return f"{PUBLISHED} {here} {fitted}{other}"
+
+
+# -- words ------------------------------------------------------------------------------------------
+
+
+def _where(verdicts: Sequence[Verdict], n: int) -> str:
+    """``in 3 of 6 comparisons (63 and 314 images, arm none; …)``."""
+    arms: dict[str, list[int]] = {}
+    for verdict in verdicts:
+        arms.setdefault(verdict.arm, []).append(verdict.images)
+    places = "; ".join(f"{_join([f'{i:,}' for i in sorted(images)])} images, arm {arm}" for arm, images in arms.items())
+    share = "in all" if len(verdicts) == n > 1 else f"in {len(verdicts)} of"
+    return f"{share} {_count(n, 'comparison')} ({places})"
+
+
+def _mean(group: Group, measure: str) -> float:
+    mean = group.estimates[measure].mean
+    assert mean is not None
+    return mean
+
+
+def _of(part: int, whole: int) -> str:
+    if part == whole:
+        return "all" if whole > 1 else "the one"
+    return "none" if part == 0 else f"{part} of {whole}"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _join(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _short(number: float) -> str:
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:.0f}"

@@ -1,0 +1,261 @@
+"""The tables of a report: columns, and cells with the number they are sorted by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vision_attn.contrast.analysis import Analysis
+from vision_attn.contrast.statistics import Comparison, Estimate
+from vision_attn.contrast.verdict import BOTH_UNDERFIT, INCONCLUSIVE, LESS, MORE, Verdict
+
+
+@dataclass(frozen=True)
+class Column:
+    """The title of a column, and whether it holds numbers."""
+
+    name: str
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell: its text, the interval after it, and what it is sorted by (its text by default)."""
+
+    text: str
+    range: str = ""
+    sort: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report."""
+
+    columns: list[Column]
+    rows: list[list[Entry]] = field(default_factory=list)
+    caption: str = ""
+
+
+def verdicts(analysis: Analysis) -> Table:
+    """Every verdict with the numbers it rests on."""
+    columns = [
+        *_columns("verdict", "arm", number=False),
+        *_columns(
+            "images", "training loss", "gap, loss", "gap, accuracy", "rise", "plain gap", "p", "p, study", "pairs"
+        ),
+        *_columns("why", number=False),
+    ]
+    rows = [
+        [
+            Entry(verdict_words(v)),
+            Entry(v.arm),
+            _count(v.images),
+            _number(v.loss, ".3g"),
+            _difference(v.gap_loss, "+.3g"),
+            _difference(v.gap_acc, "+points"),
+            _difference(v.rise, "+.3g"),
+            _difference(v.naive, "+points"),
+            _p(v.p),
+            _p(v.p_study),
+            _count(len(v.seeds)),
+            Entry(v.reason + ("; the plain gap says the opposite" if v.misleading else "")),
+        ]
+        for v in analysis.verdicts
+    ]
+    pairs = sorted({(v.a, v.b) for v in analysis.verdicts})
+    which = f"{pairs[0][0]} minus {pairs[0][1]}" if len(pairs) == 1 else "first minus second model"
+    return Table(columns, rows, f"Differences, {which}, with 95 % intervals; losses in nats, accuracies in points")
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """``vit overfits more`` and the like."""
+    pair = f"{verdict.a}, {verdict.b}: "
+    return {
+        MORE: f"{verdict.a} overfits more than {verdict.b}",
+        LESS: f"{verdict.a} overfits less than {verdict.b}",
+        BOTH_UNDERFIT: pair + BOTH_UNDERFIT,
+        INCONCLUSIVE: pair + INCONCLUSIVE,
+    }[verdict.outcome]
+
+
+def results(analysis: Analysis) -> Table:
+    """Means and intervals of every measure."""
+    columns = [
+        *_columns("model", "arm", number=False),
+        *_columns("images", "wrong labels", "training", "validation", "test", "gap", "training loss", "test loss"),
+        *_columns("turn at step", "rise", "calibration", "memorised", "seeds"),
+    ]
+    keys = {
+        "train_acc": "percent",
+        "val_acc": "percent",
+        "test_acc": "percent",
+        "gap_acc": "points",
+        "train_loss": ".3g",
+        "test_loss": ".3g",
+        "turn_step": ".0f",
+        "turn_rise": ".3g",
+        "ece": "percent",
+        "memorised": "percent",
+    }
+    rows = [
+        [
+            Entry(g.model),
+            Entry(g.arm),
+            _count(g.images),
+            _number(g.noise, "share"),
+            *(_estimate(g.estimates.get(key), style) for key, style in keys.items()),
+            Entry(f"{len(g.runs)} of {g.planned}" if len(g.runs) < g.planned else str(g.planned), sort=len(g.runs)),
+        ]
+        for g in analysis.groups
+    ]
+    return Table(columns, rows)
+
+
+def runs(analysis: Analysis) -> Table:
+    """Every training, a row each."""
+    columns = [
+        *_columns("training", "status", number=False),
+        *_columns("images", "wrong labels", "seed", "lr", "steps", "training", "validation", "test", "test loss", "s"),
+    ]
+    rows = []
+    for result in analysis.study.results:
+        cell, values = result.cell, result.values
+        rows.append(
+            [
+                Entry(cell.id),
+                Entry(result.status),
+                _count(cell.images),
+                _number(cell.noise, "share"),
+                _count(cell.seed),
+                _number(cell.lr, ".3g"),
+                _count(cell.steps),
+                *(_number(values.get(key), "percent") for key in ("train_acc", "val_acc", "test_acc")),
+                _number(values.get("test_loss"), ".3g"),
+                _number(values.get("seconds"), ".1f"),
+            ]
+        )
+    return Table(columns, rows)
+
+
+def rates(analysis: Analysis) -> Table:
+    """The trials that chose the learning rates."""
+    columns = [
+        *_columns("model", number=False),
+        *_columns("images", "lr", "validation", "validation loss"),
+        *_columns("chosen", "status", number=False),
+    ]
+    rows = []
+    for row in analysis.study.learning_rates:
+        chosen = ("at the edge of those tried" if row.get("at_edge") else "yes") if row.get("chosen") else ""
+        accuracy, loss = (row.get(key) if row.get(key) != "" else None for key in ("val_acc", "val_loss"))
+        rows.append(
+            [
+                Entry(str(row["model"])),
+                _count(int(row["images"])),
+                _number(row["lr"], ".3g"),
+                _number(accuracy, "percent"),
+                _number(loss, ".3g"),
+                Entry(chosen),
+                Entry(f"{row.get('status', '')} {row.get('reason', '')}".strip()),
+            ]
+        )
+    return Table(columns, rows)
+
+
+def fits(analysis: Analysis) -> Table:
+    """Parameters of the learning curves."""
+    columns = [*_columns("model", "arm", number=False), *_columns("α", "η", "γ"), *_columns("limits", number=False)]
+    rows = []
+    for curve in analysis.fits:
+        if (fit := curve.fit) is None:
+            rows.append(
+                [Entry(curve.model), Entry(curve.arm), *[_number(None, "")] * 3, Entry(f"no fit: {curve.reason}")]
+            )
+            continue
+        found = ((fit.alpha, fit.alpha_range), (fit.eta, fit.eta_range), (fit.gamma, fit.gamma_range))
+        entries = [
+            Entry(_minus(f"{value:.3g}"), f"[{ends[0]:.3g}, {ends[1]:.3g}]" if ends else "", value)
+            for value, ends in found
+        ]
+        rows.append([Entry(curve.model), Entry(curve.arm), *entries, Entry(fit.note)])
+    return Table(columns, rows, "Learning curves e(n) = α + η·n^γ, with 95 % ranges over resampled seeds")
+
+
+def failed(analysis: Analysis) -> Table:
+    """Trainings that failed, and those that have not been run."""
+    rows = [[Entry(result.cell.id), Entry("failed"), Entry(result.reason)] for result in analysis.failed]
+    rows += [[Entry(cell.id), Entry("not run"), Entry("")] for cell in analysis.study.missing]
+    return Table(_columns("training", "status", "reason", number=False), rows)
+
+
+def config(tree: dict[str, Any]) -> Table:
+    """Every option of the study."""
+    rows = [[Entry(name), Entry(value)] for name, value in _leaves(tree)]
+    return Table(_columns("option", "value", number=False), rows)
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "–" if value is None else str(value)
+
+
+# -- cells ------------------------------------------------------------------------------------------
+
+
+def _columns(*names: str, number: bool = True) -> list[Column]:
+    return [Column(name, number) for name in names]
+
+
+def _count(value: int) -> Entry:
+    return Entry(f"{value:,}", sort=value)
+
+
+def _number(value: float | None, style: str) -> Entry:
+    return Entry("–") if value is None else Entry(show(value, style), sort=value)
+
+
+def _p(value: float | None) -> Entry:
+    if value is None:
+        return Entry("–")
+    return Entry("< 0.001" if value < 0.001 else f"{value:.3f}", sort=value)
+
+
+def _estimate(estimate: Estimate | None, style: str) -> Entry:
+    if estimate is None or estimate.mean is None:
+        return Entry("–")
+    ends = ""
+    if estimate.low is not None and estimate.high is not None:
+        ends = f"[{show(estimate.low, style, unit=False)}, {show(estimate.high, style, unit=False)}]"
+    return Entry(show(estimate.mean, style), ends, estimate.mean)
+
+
+def _difference(comparison: Comparison | None, style: str) -> Entry:
+    return Entry("–") if comparison is None else _estimate(comparison.difference, style)
+
+
+def show(value: float, style: str, unit: bool = True) -> str:
+    """A number as text.
+
+    Args:
+        value: what.
+        style: ``percent`` (of a share), ``points`` (per cent points), ``share`` (per cent, no digits), or a format;
+            a leading ``+`` shows the sign.
+        unit: whether to add the unit.
+    """
+    sign, kind = ("+", style[1:]) if style.startswith("+") else ("", style)
+    if not math.isfinite(value):
+        return "–"
+    if kind in ("percent", "points", "share"):
+        digits = 0 if kind == "share" else 1
+        text = f"{100 * value:{sign}.{digits}f}"
+        return _minus(text + (" %" if unit and kind != "points" else ""))
+    return _minus(f"{value:{sign}{kind}}")
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−") if "e-" not in text else text

@@ -1,0 +1,97 @@
+"""What a report says about its own rule, statistics and protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vision_attn.contrast.analysis import Analysis
+from vision_attn.contrast.verdict import Rule
+
+
+def rule_steps(rule: Rule) -> list[str]:
+    """The rule of the verdicts, step by step, with its thresholds."""
+    return [
+        "Fewer than two pairs of seeds ended: inconclusive.",
+        f"Neither model fits its training images and neither validation loss turned: both underfit. A model fits when "
+        f"its mean training accuracy is at least {rule.fits:.0%}; its validation loss turned when it ends more than "
+        f"{rule.turned:.0%} above its lowest value.",
+        f"There is no training loss below {rule.informative:.0%} of guessing that every seed of both models reaches: "
+        "inconclusive.",
+        "The gaps in loss, validation minus training, are read off each trajectory where it first reaches the lowest "
+        f"training loss that all reach. No significant difference at {rule.alpha:.0%}: inconclusive.",
+        "The rise of the validation loss up to that point differs significantly the other way: inconclusive.",
+        "Otherwise the model with the larger gap overfits more.",
+    ]
+
+
+def limits() -> list[str]:
+    """The limits of statistics on so few seeds."""
+    return [
+        "Seeds are paired: seed s gives all models the same images, wrong labels and order. Intervals of means are "
+        "percentile bootstraps over seeds, stretched so that they cover 95 % of normal samples of the same size; "
+        "unstretched they would cover 68 % with three seeds and 84 % with five. For skewed values (exponential) "
+        "the stretched interval covers 89 %. One seed gives no interval.",
+        "Differences in the verdicts carry the shorter of a paired and an unpaired t interval, each widened so that "
+        "the shorter one covers 95 % when the pairs have nothing in common, and more when they do. In simulation with "
+        "five seeds the rule finds a difference of two standard deviations of the paired differences in at least 84 %; "
+        "of two standard deviations of each model's own seeds in 75 % when pairs are uncorrelated (the best unbiased "
+        "test finds 79 %) and in 80 % or more from a correlation of 0.2. With three seeds it finds about 40 % of the "
+        "latter, so an inconclusive verdict there says little.",
+        "A single verdict is wrong in at most 5 % of cases where the models do not differ. Over a study that adds "
+        "up, so “p, study” allows for all tests at once (Holm), and filled verdicts are those that still stand.",
+        "A model that trains faster reaches the common training loss earlier, at a higher learning rate; part of a "
+        "difference in gaps can come from that. The trajectories show where.",
+    ]
+
+
+def protocol(analysis: Analysis) -> list[str]:
+    """What was done, with every default."""
+    study, config = analysis.study, analysis.study.config
+    match: dict[str, Any] = study.facts["match"]
+    within = "not demanded" if match.get("tolerance") is False else f"within {float(match['tolerance']):.0%}"
+    models = ", ".join(f"{m['model']} {m['params']:,} and {m['macs']:,}" for m in study.facts["models"])
+    images = ", ".join(f"{100 * s:g} % ({n:,})" for s, n in sorted({(c.size, c.images) for c in study.cells}))
+    steps = sorted({c.steps for c in study.cells})
+    lines = [
+        f"Models matched in parameters and multiply-accumulates, {within}: {models}.",
+        f"Nested, class-balanced subsets of the training images: {images}.",
+        f"The same number of optimizer steps for all models: {', '.join(f'{n:,}' for n in steps)}; batches of "
+        f"{config.get('batch_size', '–')}.",
+        "The same images, order of images, augmentation and wrong labels for all models, from the seed.",
+        f"Learning rates chosen per model and size on the validation split, by the same number of trials each, with a "
+        f"seed of their own: {_rates(config)}.",
+        f"Regularisation: {', '.join(analysis.arms)}.",
+        f"Seeds: {_seeds(analysis)}.",
+        f"Wrong labels: {_noise(analysis)}.",
+        f"Trajectories: {config.get('evaluations', '–')} evaluations each, on at most {config.get('eval_images', '–')} "
+        "training and as many validation images.",
+        "The test set was read once per training, after the last step.",
+    ]
+    return lines
+
+
+def _rates(config: dict[str, Any]) -> str:
+    shared = config.get("learning_rates") or []
+    own = {name: m["learning_rates"] for name, m in config.get("models", {}).items() if m and m.get("learning_rates")}
+    words = [", ".join(f"{rate:g}" for rate in shared)] if shared and len(own) < len(config.get("models", {})) else []
+    words += [f"{name}: {', '.join(f'{rate:g}' for rate in rates)}" for name, rates in own.items()]
+    return "; ".join(words) or "–"
+
+
+def _seeds(analysis: Analysis) -> str:
+    counts: dict[int, list[str]] = {}
+    for size in analysis.sizes:
+        planned = max(g.planned for g in analysis.select(size=size, noise=0))
+        counts.setdefault(planned, []).append(f"{100 * size:g} %")
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    return "; ".join(f"{n} at {', '.join(sizes)}" for n, sizes in counts.items())
+
+
+def _noise(analysis: Analysis) -> str:
+    noisy = [g for g in analysis.groups if g.noise > 0]
+    if not noisy:
+        return "none"
+    levels = ", ".join(f"{level:.0%}" for level in sorted({g.noise for g in noisy}))
+    sizes = ", ".join(f"{n:,}" for n in sorted({g.images for g in noisy}))
+    return f"{levels} of the labels at {sizes} images, arm {', '.join(sorted({g.arm for g in noisy}))}"
