@@ -207,6 +207,16 @@ def _sort(model: nn.Module, sources: Sequence[tuple[ImageLike, str]], config: di
     return [Pointed(place, index, score, sources[index][1]) for place, (index, score) in enumerate(steps)]
 
 
+def open_pictures(images: ImageLike | Iterable[ImageLike]) -> tuple[list[Image.Image], list[str]]:
+    """RGB pictures out of anything that ``predict`` takes, and what to call them.
+
+    Raises:
+        UserError: a file is missing or broken, or an array is no image.
+    """
+    sources = list(_expand(images))
+    return [_picture(image, source) for image, source in sources], [source for _, source in sources]
+
+
 def _expand(images: ImageLike | Iterable[ImageLike]) -> Iterator[tuple[ImageLike, str]]:
     """Single images with the names they are reported under; files are not opened yet."""
     single = isinstance(images, (str, Path, Image.Image, np.ndarray, Tensor))

@@ -88,6 +88,14 @@ def test_results_can_be_evaluated(call, capsys):
     assert main([*base, "--annotations", "truth.json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["image_id"] for row in rows} == {31, 32}
+    images += [{"id": 33, "file_name": "train/000000000285.png"}, {"id": 34, "file_name": "numbers/0007.png"}]
+    Path("two.json").write_text(json.dumps(truth | {"images": images}))
+    assert main([*base, "--annotations", "two.json"]) == 2
+    assert "more than once" in capsys.readouterr().err
+    images[2]["file_name"] = "numbers/000000000285.png"
+    Path("two.json").write_text(json.dumps(truth | {"images": images}))
+    assert main([*base, "--annotations", "two.json"]) == 0
+    assert {row["image_id"] for row in json.loads(capsys.readouterr().out)} == {33, 34}
     coco = pytest.importorskip("pycocotools.coco").COCO("truth.json")
     assert len(coco.loadRes(rows).anns) == len(rows)
 
@@ -104,7 +112,7 @@ def test_results_can_be_evaluated(call, capsys):
         (["--output", "model/config.json"], "is a file"),
         (["--annotations", "nowhere.json"], "nowhere.json"),
         (["--annotations", "model/config.json"], "no images with file_name"),
-        (["--annotations", "other.json", "--json", "out.json"], "images/a.png is not in --annotations"),
+        (["--annotations", "other.json", "--json", "out.json"], "images/a.png is not there in --annotations"),
         (["broken.jpg", "--output", "out", "--json", "out.json"], "broken.jpg"),
         (["missing.jpg"], "missing.jpg"),
         (["empty"], "holds no images"),

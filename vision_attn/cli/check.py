@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vision_attn.cli.arguments import make_parser, parse
 from vision_attn.cli.check_checkpoint import checkpoint
 from vision_attn.cli.check_data import data
+from vision_attn.cli.check_padding import padding
 from vision_attn.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -83,7 +84,12 @@ def attention(argv: list[str]) -> int:
     return int(any(result.passed is False for result in results))
 
 
-CHECKS: dict[str, Callable[[list[str]], int]] = {"attention": attention, "checkpoint": checkpoint, "data": data}
+CHECKS: dict[str, Callable[[list[str]], int]] = {
+    "attention": attention,
+    "checkpoint": checkpoint,
+    "data": data,
+    "padding": padding,
+}
 
 
 def _device(name: str) -> str:

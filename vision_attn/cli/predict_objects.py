@@ -38,14 +38,22 @@ def prepare(options: Any) -> Prepared:
         raise UserError(f"--output {output} is a file; pictures go to a folder.")
     if options.annotations is None:
         return Prepared(None, output)
-    path = Path(options.annotations).expanduser()
+    return Prepared(read_ids(options.annotations)[1], output)
+
+
+def read_ids(annotations: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """A COCO file, and its image ids by file name.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
+    path = Path(annotations).expanduser()
     try:
-        images = json.loads(path.read_text(encoding="utf-8"))["images"]
-        ids = {str(image["file_name"]): int(image["id"]) for image in images}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content, {str(image["file_name"]): int(image["id"]) for image in content["images"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it has no images with file_name and id"
         raise UserError(f"--annotations {path}: {reason}.") from error
-    return Prepared(ids, output)
 
 
 def finish(results: list[Detections], prepared: Prepared, options: Any, classes: Sequence[str] | None) -> int:
@@ -80,18 +88,27 @@ def image_ids(sources: Sequence[Path], known: dict[str, int] | None) -> list[int
     in COCO itself (``000000000285.jpg``), or else 1, 2, 3 …
 
     Raises:
-        UserError: the annotations do not know an image.
+        UserError: the annotations do not know an image, or know several of its name.
     """
     if known is not None:
-        by_end = {Path(name).name: number for name, number in known.items()}
-        missing = next((source for source in sources if source.name not in by_end), None)
-        if missing is not None:
-            raise UserError(f"{missing} is not in --annotations, so it has no image id.")
-        return [by_end[source.name] for source in sources]
+        return [_known_id(source, known) for source in sources]
     stems = [source.stem for source in sources]
     if all(stem.isascii() and stem.isdigit() for stem in stems) and len({int(stem) for stem in stems}) == len(stems):
         return [int(stem) for stem in stems]
     return list(range(1, len(stems) + 1))
+
+
+def _known_id(source: Path, known: dict[str, int]) -> int:
+    """The id of a file by as much of its path as the annotations have; they may have more of it, too."""
+    for start in range(len(source.parts)):
+        name = "/".join(source.parts[start:])
+        if name in known:
+            return known[name]
+    ends = [number for name, number in known.items() if name.endswith(f"/{source.name}")]
+    if len(ends) == 1:
+        return ends[0]
+    reason = "is there more than once by this name" if ends else "is not there"
+    raise UserError(f"{source} {reason} in --annotations, so it has no image id.")
 
 
 def picture_names(sources: Sequence[Path], folder: Path) -> list[Path]:
