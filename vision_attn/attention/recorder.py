@@ -206,7 +206,7 @@ class Recorder:
         together = o.scale is None or o.low_rank is not None or isinstance(o.normalizer, nn.Module)
         with torch.no_grad():
             kept = _rows_of(o, None if together else heads, queries)
-        call = Call(kept, queries, *((None, heads) if together else (heads, None)), shape, (n, m))
+        call = Call(kept, queries, None if together else heads, heads if together else None, shape, (n, m))
         self.calls.setdefault(name, []).append(call)
         if self.gradients and out is not None and out.requires_grad:
             call.values = o.v.detach()
@@ -252,10 +252,6 @@ class Recorder:
         if bracket and layer in self.calls and step[:-1].isdigit() and int(step[:-1]) < len(self.calls[layer]):
             return [self.calls[layer][int(step[:-1])]]
         raise ValueError(f"nothing was recorded as {name!r}; there are: {', '.join(self.names()) or 'no maps'}")
-
-    def bytes(self) -> int:
-        """Memory that all maps together take in float32."""
-        return sum(call.bytes for calls in self.calls.values() for call in calls)
 
     @torch.no_grad()
     def weights(self, name: str) -> Tensor:

@@ -173,7 +173,7 @@ def _figures(folder: Path, insights: Sequence[Insight]) -> None:
             if picture.summaries:
                 figures.summary(insight, picture, part / f"{stem}_summary.png", title)
             if picture.detections:
-                figures.detections(picture, part / f"{stem}_objects.png", title)
+                figures.detections(insight, picture, part / f"{stem}_objects.png", title)
     if len(insights) > 1:
         for i, picture in enumerate(insights[0].pictures):
             figures.compare(insights, i, folder / f"{i:02d}_{Path(picture.source).stem}_compare.png")

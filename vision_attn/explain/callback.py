@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from vision_attn.attention import recordable
 from vision_attn.checkpoints.atomic import atomic_write_text
@@ -129,7 +129,7 @@ class AttentionWatch(Callback):
 
     @_warn_only
     def _look(self, trainer: Trainer, module: LightningModule, moment: str | None) -> None:
-        model: Any = getattr(module, "model", module)
+        model = _model_of(module)
         if not trainer.is_global_zero or trainer.fast_dev_run or not recordable(model) or _sharded(trainer):  # type: ignore[attr-defined]
             return
         begin = time.monotonic()
@@ -147,6 +147,15 @@ class AttentionWatch(Callback):
                 self.rows.append({"step": step, "layer": name, "uniform": numbers.uniform, **row})
         if moment is not None:
             self.maps[moment] = {"step": step, "layers": _layers(model, images, mask)}
+
+
+def _model_of(module: LightningModule) -> Any:
+    """What maps images to an answer: ``module.model``, the module itself, or the part of it that attends."""
+    if isinstance(getattr(module, "model", None), nn.Module):
+        return module.model
+    if type(module).forward is not LightningModule.forward:
+        return module
+    return next((child for child in module.children() if recordable(child)), module)
 
 
 def _progress(trainer: Trainer, module: LightningModule) -> float | None:

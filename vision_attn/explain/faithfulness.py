@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +149,18 @@ def faithfulness(
     mean = Curve(*(torch.stack([getattr(c, kind) for c in random]).mean(0) for kind in ("deletion", "insertion")))
     shares = torch.linspace(0, 1, steps + 1)
     return Faithfulness(shares, curves, mean, torch.stack([c.score for c in random]))
+
+
+def joined(parts: Sequence[Faithfulness]) -> Faithfulness:
+    """Images that were asked about one by one, as one set; of maps that all of them have."""
+    names = [name for name in parts[0].curves if all(name in part.curves for part in parts)]
+
+    def cat(curves: Sequence[Curve]) -> Curve:
+        return Curve(torch.cat([c.deletion for c in curves]), torch.cat([c.insertion for c in curves]))
+
+    together = {name: cat([part.curves[name] for part in parts]) for name in names}
+    random = cat([part.random for part in parts])
+    return Faithfulness(parts[0].shares, together, random, torch.cat([part.trials for part in parts], dim=1))
 
 
 def gradient_times_input(model: nn.Module, images: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -222,15 +222,16 @@ def by_depth(axis: Any, statistics: Mapping[str, HeadStatistics], kind: str) -> 
     axis.set_title(LABELS[kind][1] + more)
 
 
-def detections(picture: PictureView, path: Path, title: str) -> None:
+def detections(insight: Insight, picture: PictureView, path: Path, title: str) -> None:
     """A row for every detected object: its box, and what was looked at for it."""
     rows = len(picture.detections)
     columns = 1 + max(len(o.maps) for o in picture.detections)
     aspect = picture.pixels.shape[-2] / picture.pixels.shape[-1]
-    with figure(path, (1.9 * columns, (1.9 * aspect + 0.35) * rows + 0.6), rows, columns) as (drawn, axes):
+    with figure(path, (1.9 * columns, (1.9 * aspect + 0.6) * rows + 0.6), rows, columns) as (drawn, axes):
         for o, line in zip(picture.detections, axes, strict=True):
             for axis, (name, m) in zip(line, {"": None, **o.maps}.items(), strict=False):
-                overlay(axis, picture.pixels, m, name or f"{o.label} {o.score:.0%}, query {o.query}")
+                text = insight.title(name) if name else f"{o.label} {o.score:.0%}, query {o.query}"
+                overlay(axis, picture.pixels, m, fit(text), "#B2182B" if "NO BETTER" in text else "black")
                 _box(axis, o, picture.pixels)
         drawn.suptitle(f"{title}\n{CAUSES}", fontsize=9)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vision_attn.explain.distance import HeadStatistics, head_statistics
 from vision_attn.explain.faithfulness import Faithfulness, faithfulness
 from vision_attn.explain.gradcam import grad_cam
 from vision_attn.explain.maps import recording
-from vision_attn.explain.objects import clouds, detector_view
+from vision_attn.explain.objects import clouds, detector_view, detector_worth
 from vision_attn.explain.receptive_field import effective_receptive_field
 from vision_attn.explain.relevance import relevance
 from vision_attn.explain.rollout import flow, rollout
@@ -49,7 +50,8 @@ def look(
         UserError: as for ``attention_maps``.
     """
     config: dict[str, Any] = getattr(model, "config", {}) or {}
-    name, notes = str(config.get("name", type(model).__name__)), []
+    name = str(config.get("name", type(model).__name__))
+    notes: list[str] = []
     detects = config.get("task") == "detection"
     attends = bool(recordable(model))
     if not attends and (choice.layers != "all" or choice.heads or choice.queries):
@@ -63,7 +65,9 @@ def look(
     every = [*images, *more]
     statistics = _statistics(model, every, choice) if attends else {}
     worth = None
-    if not detects:
+    if detects and choice.trials:
+        worth = detector_worth(model, pictures, images, choice)
+    elif not detects:
         worth = _add_summaries(model, pictures, torch.stack(every), choice, notes)
     field = _try(lambda: effective_receptive_field(model, torch.stack(every[:16])), notes) if not detects else None
     found = Insight(name, pictures, statistics, worth, field, notes)
@@ -122,17 +126,18 @@ def _add_summaries(
         last = _try(lambda: _last_layer(model, images), notes)
         if last is not None:
             maps[last[0]] = last[1]
-        makers = [("rollout", rollout), ("gradient-weighted relevance", relevance)]
+        makers: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {"rollout": rollout}
         tokens = math.prod(last[1].shape[-2:]) if last is not None else 0
         if tokens <= FLOW_TOKENS:
-            makers.insert(1, ("flow", flow))
+            makers["flow"] = flow
         else:
-            notes.append(f"attention flow was left out: {tokens:,} patches would take minutes.")
-        for title, make in makers:
-            found = _try(lambda make=make: torch.cat([make(model, part) for part in images.split(8)]), notes)
+            notes.append(f"attention flow was left out: over {tokens:,} patches it would take minutes.")
+        makers["gradient-weighted relevance"] = relevance
+        for title, make in makers.items():
+            found = _try(partial(_in_parts, make, model, images), notes)
             if found is not None:
                 maps[title] = found
-    found = _try(lambda: torch.cat([grad_cam(model, part) for part in images.split(8)]), notes)
+    found = _try(partial(_in_parts, grad_cam, model, images), notes)
     if found is not None:
         maps["Grad-CAM"] = found
     if not maps:
@@ -144,6 +149,11 @@ def _add_summaries(
         return None
     cells = (14, 14) if min(images.shape[-2:]) >= 112 else (8, 8)
     return faithfulness(model, images, maps, cells=cells, steps=choice.steps, trials=choice.trials)
+
+
+def _in_parts(make: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, images: Tensor) -> Tensor:
+    """Maps of a set, some images at a time."""
+    return torch.cat([make(model, part) for part in images.split(8)])
 
 
 @torch.no_grad()

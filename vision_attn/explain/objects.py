@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vision_attn.explain.faithfulness import Faithfulness, faithfulness, joined
 from vision_attn.explain.maps import recording, run_model
 from vision_attn.explain.planes import evaluating
 from vision_attn.explain.relevance import detection_relevance
@@ -20,21 +21,22 @@ def detector_view(model: Any, image: Tensor, shown: Tensor, source: str, choice:
 
     with torch.no_grad(), run_one(model, image, choice) as run:
         layers = layer_views(run, choice)
-        how = {"topk": choice.most, "threshold": choice.threshold}
-        found = postprocess(run.output, [(1, 1)], model.classification, **how)[0]  # boxes as shares
+        found = postprocess(run.output, [(1, 1)], model.classification, threshold=choice.threshold)[0]
     names = model.config.get("labels") or [str(i) for i in range(model.num_classes)]
-    columns = (found[key].tolist() for key in ("labels", "scores", "queries", "boxes"))
-    objects = [
-        Detection(str(names[label]), score, query, tuple(box), {})  # type: ignore[arg-type]
-        for label, score, query, box in zip(*columns, strict=True)
-    ]
-    if objects:
-        _object_maps(model, image, objects, found["labels"].tolist())
-    answer = ", ".join(f"{o.label} {o.score:.0%}" for o in objects) or "nothing found"
-    return PictureView(source, shown, answer, layers, {}, objects)
+    objects: dict[int, Detection] = {}  # a query may stand for several classes: its likeliest is shown
+    for label, score, query, box in zip(
+        *(found[key].tolist() for key in ("labels", "scores", "queries", "boxes")), strict=True
+    ):
+        if query not in objects and len(objects) < choice.most:
+            objects[query] = Detection(str(names[label]), label, score, query, tuple(box), {})  # boxes as shares
+    shown_objects = list(objects.values())
+    if shown_objects:
+        _object_maps(model, image, shown_objects)
+    answer = ", ".join(f"{o.label} {o.score:.0%}" for o in shown_objects) or "nothing found"
+    return PictureView(source, shown, answer, layers, {}, shown_objects)
 
 
-def _object_maps(model: Any, image: Tensor, objects: list[Detection], labels: list[int]) -> None:
+def _object_maps(model: Any, image: Tensor, objects: list[Detection]) -> None:
     """Encoder self-attention at the middle of each box, decoder cross-attention of its query, and relevance."""
     with torch.no_grad(), recording(model, image[None]) as run:
         for name in run.names():
@@ -49,13 +51,48 @@ def _object_maps(model: Any, image: Tensor, objects: list[Detection], labels: li
                 x, y = (o.box[0] + o.box[2]) / 2, (o.box[1] + o.box[3]) / 2
                 row, column = (min(max(int(v * n), 0), n - 1) for v, n in zip((y, x), queries.grid, strict=True))
                 o.maps["encoder, at its centre"] = weights[row * queries.grid[1] + column]  # the last layer's stays
-    explained = detection_relevance(model, image[None], [o.query for o in objects], labels).cpu()
+    explained = detection_relevance(model, image[None], [o.query for o in objects], [o.index for o in objects]).cpu()
     for o, m in zip(objects, explained, strict=True):
         o.maps["relevance"] = m
 
 
 def _number(name: str) -> str:
     return next((part for part in name.split(".") if part.isdigit()), name)
+
+
+def detector_worth(
+    model: Any, pictures: Sequence[PictureView], images: Sequence[Tensor], choice: Choice
+) -> Faithfulness | None:
+    """Deletion and insertion curves of the maps of the surest object of each picture; None where nothing was found.
+
+    Watched is the highest probability of its class among boxes that overlap its box by half or more.
+    """
+    found = []
+    for picture, image in zip(pictures, images, strict=True):
+        if picture.detections:
+            surest = picture.detections[0]
+            maps = {name: m[None] for name, m in surest.maps.items()}
+            answer = _answer_of(model, surest)
+            how: dict[str, Any] = {"steps": choice.steps, "trials": choice.trials, "batch_size": 16}
+            found.append(faithfulness(model, image[None], maps, answer=answer, **how))
+    return joined(found) if found else None
+
+
+def _answer_of(model: Any, o: Detection) -> Callable[[Tensor], Tensor]:
+    from vision_attn.detection.boxes import cxcywh_to_xyxy, iou
+
+    def answer(images: Tensor) -> Tensor:
+        output = model(images)
+        logits = output["pred_logits"].float()[..., o.index]  # (B, N)
+        if model.classification == "softmax":
+            chances = (logits - output["pred_logits"].float().logsumexp(-1)).exp()
+        else:
+            chances = logits.sigmoid()
+        boxes = cxcywh_to_xyxy(output["pred_boxes"].float())
+        near = iou(boxes, boxes.new_tensor(o.box)) >= 0.5
+        return (chances * near).amax(1)
+
+    return answer
 
 
 @torch.no_grad()

@@ -86,8 +86,9 @@ def _picture(insight: Insight, picture: PictureView) -> dict[str, Any]:
         summaries.append({**field, **_bytes(strength[None, None])})
     for number, o in enumerate(picture.detections):
         for name, m in o.maps.items():
-            title = f"{o.label} {o.score:.0%}: {name}"
-            summaries.append({"title": title, "poor": False, "object": number, **_bytes(m[None, None])})
+            text = insight.title(name)
+            title = {"title": f"{o.label} {o.score:.0%}: {text}", "poor": "NO BETTER" in text, "object": number}
+            summaries.append({**title, **_bytes(m[None, None])})
     return {
         "file": picture.source,
         "image": _png(picture.pixels),
@@ -134,8 +135,8 @@ def _coarser(m: Tensor, most: int = 64) -> Tensor:
     """(H, W) no larger than so many cells."""
     if max(m.shape) <= most:
         return m
-    to = [max(1, round(side * most / max(m.shape))) for side in m.shape]
-    return torch.nn.functional.adaptive_avg_pool2d(m[None, None], to)[0, 0]
+    height, width = (max(1, round(side * most / max(m.shape))) for side in m.shape)
+    return torch.nn.functional.adaptive_avg_pool2d(m[None, None], (height, width))[0, 0]
 
 
 def _png(pixels: Tensor) -> str:

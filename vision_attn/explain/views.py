@@ -52,12 +52,13 @@ class Detection:
     """One detected object and what was looked at for it.
 
     Attributes:
-        label, score, query: class, confidence, object query.
+        label, index, score, query: class, its number, confidence, object query.
         box: left, top, right, bottom in shares of the picture.
         maps: title → (R, C).
     """
 
     label: str
+    index: int
     score: float
     query: int
     box: tuple[float, float, float, float]
@@ -170,7 +171,9 @@ def _queries(rows: list[int], plane: Plane | None) -> tuple[list[int], list[str]
         return list(range(len(rows))), [f"query {row}" for row in rows], [None] * len(rows)
     where = {int(token): place for place, token in enumerate(plane.places().flatten().tolist())}
     keep = set(_thinned(plane.grid)) if len(rows) == plane.length else None
-    picked, labels, cells = [], [], []
+    picked: list[int] = []
+    labels: list[str] = []
+    cells: list[tuple[int, int] | None] = []
     for index, row in enumerate(rows):
         place = where.get(row)
         if place is None and row < plane.prefix:
