@@ -39,7 +39,7 @@ class Evaluation:
         categories: ids, names in the order of K.
         max_dets: the caps, ascending.
         objects: (K,) objects without crowds, in the images shown.
-        images: how many were shown.
+        image_ids: of the images shown.
         detections: per image shown, COCO results (``image_id``, ``category_id``, ``bbox`` x y w h, ``score``).
         truth: annotations of the images shown.
     """
@@ -50,9 +50,14 @@ class Evaluation:
     categories: list[tuple[int, str]]
     max_dets: list[int]
     objects: np.ndarray
-    images: int
+    image_ids: list[int]
     detections: list[dict[str, Any]] = field(repr=False)
     truth: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def images(self) -> int:
+        """How many were shown."""
+        return len(self.image_ids)
 
     def summary(self) -> dict[str, float]:
         """COCO's twelve numbers and two more, 0 to 1; NaN where pycocotools says −1 (nothing of that kind to find).
@@ -176,7 +181,7 @@ def evaluate(
         categories=categories,
         max_dets=sizes,
         objects=counts,
-        images=len(shown),
+        image_ids=sorted(shown),
         detections=results,
         truth=annotations,
     )
