@@ -77,6 +77,7 @@ def test_a_run_leaves_everything(tmp_path, make_run):
     assert folder == tmp_path / "tiny" / "0"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     plots = {f"plots/{n}.png" for n in ("learning_curves", "confusion_matrix", "predictions", "augmented")}
+    plots |= {f"plots/attention_{n}.png" for n in ("start", "middle", "end", "curves")} | {"plots/attention.csv"}
     assert files == plots | {
         *("config.yaml", "metrics.csv", "summary.json", "model.safetensors", "config.json"),
         *("checkpoints/best.ckpt", "checkpoints/last.ckpt"),

@@ -177,9 +177,11 @@ def _samples(trainer: Trainer, count: int) -> dict[str, Tensor]:
     """The first validation images, as the model is given them, and their mask; nothing where there are none."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     loader = trainer.val_dataloaders if data is None else data.val_dataloader()
-    if loader is None:
+    if isinstance(loader, list | tuple):
+        loader = loader[0] if loader else None
+    batch = None if loader is None else next(iter(loader), None)
+    if batch is None:
         return {}
-    batch = next(iter(loader[0] if isinstance(loader, list | tuple) else loader))
     if not isinstance(batch, dict):
         batch = {"image": batch[0] if isinstance(batch, list | tuple) else batch}
     batch = {key: value[:count] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
