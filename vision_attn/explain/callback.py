@@ -184,11 +184,10 @@ def _samples(trainer: Trainer, count: int) -> dict[str, Tensor]:
         return {}
     if not isinstance(batch, dict):
         batch = {"image": batch[0] if isinstance(batch, list | tuple) else batch}
-    batch = {key: value[:count] if isinstance(value, Tensor | list) else value for key, value in batch.items()}
     batch = move_data_to_device(batch, trainer.strategy.root_device)
     if data is not None:
         batch = data.on_after_batch_transfer(batch, 0)
-    found = {key: value for key in ("image", "mask") if isinstance(value := batch.get(key), Tensor)}
+    found = {key: batch[key][:count].clone() for key in ("image", "mask") if isinstance(batch.get(key), Tensor)}
     return found if "image" in found and found["image"].dim() == 4 else {}
 
 
