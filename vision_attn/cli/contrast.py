@@ -164,15 +164,13 @@ def _option_names() -> list[str]:
 
 
 def _run(config: ContrastConfig, folder: Path, command: str, jobs: int, options: Any) -> int:
-    import yaml
-
     from vision_attn.contrast.progress import Progress
     from vision_attn.contrast.runner import make_plan, open_folder, run_study
 
     plan = make_plan(config)
     executor = _executor(plan, jobs, options.ray)
     try:
-        resumed = open_folder(folder, plan, command, yaml.safe_dump(config.tree(), sort_keys=False, width=120))
+        resumed = open_folder(folder, plan, command, _settings(plan))
         with Progress(plan) as progress:
             if resumed:
                 progress.say(f"going on with the study in {folder}")
@@ -184,6 +182,14 @@ def _run(config: ContrastConfig, folder: Path, command: str, jobs: int, options:
         executor.close()
     _tell(study, folder)
     return 0
+
+
+def _settings(plan: Plan) -> str:
+    """The configuration as YAML that ``--config`` takes again."""
+    import yaml
+
+    head = "".join(f"# {key}: {value}\n" for key, value in plan.stamp.items())
+    return head + yaml.safe_dump(plan.config.tree(), sort_keys=False, width=120)
 
 
 def _executor(plan: Plan, jobs: int, ray: str | None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,10 +107,10 @@ def subset_count(total: int, size: float) -> int:
 
 
 def check_subsets(config: ContrastConfig, data: StudyData) -> None:
-    """Refuse a subset that lacks a class, before anything is trained.
+    """Refuse a subset that lacks a class, or whose labels cannot be shuffled, before anything is trained.
 
     Raises:
-        UserError: naming the smallest share that would do.
+        UserError: naming the size, and the smallest share that would do.
     """
     labels, total = data.train.labels, len(data.train)
     classes = len(data.labels)
@@ -124,6 +125,9 @@ def check_subsets(config: ContrastConfig, data: StudyData) -> None:
                 f"sizes: {size:g} of {total} training images is {count}, too few to hold each of the {classes} "
                 f"classes; use {needed / total:.3g} ({needed} images) or more."
             )
+    for size, level in itertools.product(config.noise_sizes, config.noise.levels):
+        for seed in range(config.noise.seeds):
+            training_images(data, size, level, seed)
 
 
 def _needed(labels: Tensor, ids: Tensor, seed: int, classes: int) -> int:
@@ -161,10 +165,12 @@ def shuffle_labels(labels: Tensor, ids: Tensor, share: float, seed: int) -> Tens
         seed: which images, and which labels they get.
 
     Raises:
-        UserError: no order leaves every one of them wrong (nearly all are of one class).
+        UserError: the share is no image, or no order leaves every label wrong (nearly all are of one class).
     """
     generator = torch.Generator().manual_seed(key(seed, _WRONG_LABELS) >> 1)
     chosen = balanced_order(labels, ids, key(seed, _WRONG_LABELS) >> 1)[: round(share * len(labels))]
+    if share > 0 and len(chosen) == 0:
+        raise UserError(f"noise: {share:g} of {len(labels)} labels is none: use more images, or noise.sizes.")
     true = labels[chosen]
     wrong = true[torch.randperm(len(chosen), generator=generator)]
     for _ in range(_SHUFFLES):
@@ -176,7 +182,7 @@ def shuffle_labels(labels: Tensor, ids: Tensor, share: float, seed: int) -> Tens
         for i, j in zip(same.tolist(), partner.tolist(), strict=True):
             wrong[[i, j]] = wrong[[j, i]]
     else:
-        raise UserError(f"noise: {len(chosen)} labels cannot be shuffled so that none stays right: use more images.")
+        raise UserError(f"noise: {len(chosen)} labels of {len(labels)} cannot be shuffled so that none stays right.")
     noisy = labels.clone()
     noisy[chosen] = wrong
     return noisy

@@ -118,10 +118,13 @@ def _count(model: nn.Module, img_size: tuple[int, int] | list[int], in_chans: in
         for name, child in model.named_children()
     ]
     was_training, all_tokens = model.training, getattr(model, "all_tokens", None)
+    learned = [p for p in model.parameters() if p.requires_grad]
     counter = FlopCounterMode(display=False)
     try:
         if all_tokens is not None:
             model.all_tokens = True  # type: ignore[assignment]  # as papers count, though a ViT spares what its head does not read
+        for p in learned:  # the counter fails at views of them that no_grad makes, where a module is given one
+            p.requires_grad_(False)
         for module in kernels:
             module.kernel = "explicit"  # fused kernels are opaque to the counter on some devices
         with counter, torch.no_grad():
@@ -129,6 +132,8 @@ def _count(model: nn.Module, img_size: tuple[int, int] | list[int], in_chans: in
     finally:
         if all_tokens is not None:
             model.all_tokens = all_tokens
+        for p in learned:
+            p.requires_grad_(True)
         for module, kernel in kernels.items():
             module.kernel = kernel
         for hook in hooks:

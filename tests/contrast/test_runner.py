@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+
+import pytest
+
+from vision_attn.contrast import runner
+from vision_attn.contrast.config import DataChoice
+from vision_attn.contrast.results import load_study
+from vision_attn.contrast.runner import make_plan, open_folder, run_study
+from vision_attn.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _no_report(monkeypatch):
+    """Statistics and figures have tests of their own."""
+    monkeypatch.setattr(runner, "report", lambda study: None)
+
+
+@pytest.fixture(scope="module")
+def finished(plan, here, tmp_path_factory):
+    """The tiny study, run without interruption."""
+    folder = tmp_path_factory.mktemp("study") / "whole"
+    open_folder(folder, plan, "the command", "settings\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "report", lambda study: None)
+        return run_study(plan, folder, here(plan))
+
+
+def rows(study):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in study.frame()]
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_study_is_whole_and_every_file_says_what_it_is_of(plan, finished):
+    assert finished.missing == []
+    assert [result.status for result in finished.results] == ["done"] * len(plan.cells)
+    assert all(cell.lr > 0 for cell in finished.cells)
+    chosen = {(row["model"], row["size"]): row["lr"] for row in finished.learning_rates if row["chosen"]}
+    assert {(cell.model, cell.size): cell.lr for cell in finished.cells} == chosen
+    assert set(finished.looks) == {"vit", "cnn"}
+    assert finished.facts["command"] == "the command"
+    assert not {"hostname", "host", "node"} & set(finished.facts["machine"])
+    for path in finished.folder.rglob("*.json"):
+        assert json.loads(path.read_text()).items() >= plan.stamp.items(), path
+    for path in finished.folder.rglob("*.csv"):
+        with path.open() as file:
+            assert all(row.items() >= plan.stamp.items() for row in csv.DictReader(file)), path
+
+
+def test_the_tables_hold_what_the_cells_hold(finished):
+    with (finished.folder / "runs.csv").open() as file:
+        runs = list(csv.DictReader(file))
+    assert [run["id"] for run in runs] == [cell.id for cell in finished.cells]
+    for run, result in zip(runs, finished.results, strict=True):
+        assert {key: float(run[key]) for key in result.values} == result.values
+        assert int(run["seed"]) == result.cell.seed
+    with (finished.folder / "curves.csv").open() as file:
+        curves = list(csv.DictReader(file))
+    assert len(curves) == sum(len(result.curve) for result in finished.results)
+    assert load_study(finished.folder) == finished
+
+
+@pytest.mark.parametrize("after", [0, 3, 10])
+def test_an_interrupted_study_goes_on_and_ends_the_same(plan, here, finished, tmp_path, after):
+    assert not open_folder(tmp_path / "study", plan, "", "")
+    broken_off = here(plan, stop_after=after)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(plan, tmp_path / "study", broken_off)
+    begun = load_study(tmp_path / "study")
+    assert len(begun.missing) == len(plan.cells) - max(0, after - len(plan.trials))
+    assert open_folder(tmp_path / "study", plan, "", "")
+    rest = here(plan)
+    ended = []
+    study = run_study(plan, tmp_path / "study", rest, note=lambda cell, result: ended.append(cell.id))
+    assert len(rest.ran) == len(plan.trials) + len(plan.cells) - after  # nothing twice but the cell in flight
+    assert len(ended) == len(plan.trials) + len(plan.cells)
+    assert rows(study) == rows(finished)
+    assert study.curve_frame() == finished.curve_frame()
+
+
+def test_another_study_in_the_folder_is_refused(tiny, plan, finished):
+    before = snapshot(finished.folder)
+    other = make_plan(tiny(seeds=2, learning_rates=[1e-3]))
+    with pytest.raises(UserError, match=r"seeds \(1 there, 2 here\)") as caught:
+        open_folder(finished.folder, other, "", "")
+    assert "learning_rates ([0.001, 0.01] there, [0.001] here)" in str(caught.value)
+    data = dataclasses.replace(plan.data, hash="0123")
+    with pytest.raises(UserError, match="other images"):
+        open_folder(finished.folder, dataclasses.replace(plan, data=data), "", "")
+    assert snapshot(finished.folder) == before
+
+
+def test_another_version_is_refused(plan, finished, monkeypatch):
+    monkeypatch.setattr(runner, "__version__", "99.0")
+    with pytest.raises(UserError, match=r"made by version .*, this is 99\.0"):
+        open_folder(finished.folder, plan, "", "")
+
+
+def test_a_folder_with_other_things_is_refused(plan, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="other files and no study"):
+        open_folder(tmp_path, plan, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(UserError, match="is a file"):
+        open_folder(tmp_path / "thesis.tex", plan, "", "")
+
+
+def test_a_broken_cell_stops_before_anything_is_trained(plan, here, finished, tmp_path):
+    import shutil
+
+    folder = tmp_path / "study"
+    shutil.copytree(finished.folder, folder)
+    cell = plan.cells[3]
+    (folder / "cells" / cell.id / "result.json").write_text("{")
+    shutil.rmtree(folder / "cells" / plan.cells[0].id)
+    before = snapshot(folder)
+    again = here(plan)
+    with pytest.raises(UserError, match=rf"{cell.id}.*Remove the folder"):
+        run_study(plan, folder, again)
+    assert again.ran == []
+    assert snapshot(folder) == before
+    shutil.rmtree(folder / "cells" / cell.id)  # as the message says
+    study = run_study(plan, folder, again)
+    assert again.ran == [plan.cells[0].id, cell.id]
+    assert rows(study) == rows(finished)
+
+
+def test_failed_cells_are_kept_and_run_again_when_asked(tiny, here, tmp_path):
+    plan = make_plan(tiny(learning_rates=[1e30]))
+    open_folder(tmp_path / "study", plan, "", "")
+    study = run_study(plan, tmp_path / "study", here(plan))
+    assert {result.status for result in study.results} == {"failed"}
+    assert len(study.results) == len(plan.cells)
+    assert all(row["reason"] for row in study.frame())
+    again, retried = here(plan), here(plan)
+    run_study(plan, tmp_path / "study", again)
+    assert again.ran == []
+    run_study(plan, tmp_path / "study", retried, retry_failed=True)
+    assert len(retried.ran) == len(plan.trials) + len(plan.cells)
+
+
+def test_data_that_cannot_be_found_is_refused(tiny):
+    with pytest.raises(UserError, match="Unknown data set"):
+        make_plan(tiny(data=DataChoice("digit")))
