@@ -81,3 +81,13 @@ def test_table(truth):
     assert order == sorted(order)
     assert "1.000" in lines[order[0]]
     assert lines[order[2]].count("–") == 4
+
+
+def test_what_the_verb_prints(truth, capsys):
+    from vision_attn.cli.evaluate import _report_detections
+
+    _report_detections("test", evaluate(truth, found(truth)))
+    out = capsys.readouterr().out
+    assert "test/ap_nms50  1.0000  with non-maximum suppression at IoU 0.5" in out
+    assert "test/ap_nms70" in out
+    assert "bee [sic]" in out

@@ -58,7 +58,7 @@ def padding(argv: list[str]) -> int:
     counts = sorted({2, min(options.batch_size, len(images))})
     movements = padding_certificate(model, images, sizes, batch_sizes=counts, truth=truth)
     shapes = len({tuple(x.shape) for x in images})
-    _report(movements, model, f"{len(images)} images of {shapes} sizes", options)
+    _report(movements, model, f"{len(images)} images of {shapes} size{'s' * (shapes != 1)}", options)
     return int(not all(movement.holds for movement in movements))
 
 

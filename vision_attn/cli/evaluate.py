@@ -56,19 +56,22 @@ def evaluate(verb: str, argv: list[str]) -> int:
     data = command.datamodule
     check_fit(model, data, str(path))
     data.augmenter = checkpoint_augmenter(model, data)
-    results = _run(command, verb, model, data)
+    results, evaluation = _run(command, verb, model, data)
     if command.trainer.is_global_zero:
         _report(verb, str(path), model, data, results)
+        if evaluation is not None:
+            _report_detections(verb, evaluation)
     return 0
 
 
-def _run(command: Any, verb: str, model: Any, data: Any) -> dict[str, float]:
+def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, float], Any]:
+    """The numbers, and a detector's whole evaluation."""
     trainer = command.build_trainer(enable_checkpointing=False, enable_progress_bar=False)
     module = command.task.module_class().from_model(
         model, channels_last=getattr(command.config.model, "channels_last", None)
     )
     run = trainer.validate if verb == "validate" else trainer.test
-    return dict(run(module, datamodule=data, verbose=False)[0])
+    return dict(run(module, datamodule=data, verbose=False)[0]), getattr(module, "evaluation", None)
 
 
 def refuse_classes(path: Path) -> None:
@@ -167,3 +170,16 @@ def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, floa
     width = max(map(len, results))
     for name in sorted(results):
         print(f"{name:<{width}}  {results[name]:.4f}")
+
+
+def _report_detections(verb: str, evaluation: Any) -> None:
+    """The classes, and what non-maximum suppression would change: a set predictor should not need it."""
+    from rich.console import Console
+
+    from vision_attn.detection.report import class_table, nms_beside
+
+    stage = "val" if verb == "validate" else "test"
+    for name, value in nms_beside(evaluation).items():
+        print(f"{stage}/{name:<9}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(width=120, highlight=False)).print(class_table(evaluation))
