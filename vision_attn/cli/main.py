@@ -20,6 +20,7 @@ VERBS = {
     "test": "accuracy of a checkpoint on the test split",
     "predict": "classes and probabilities for images",
     "maps": "what a model looks at in images, as figures and one page, and what that is worth",
+    "learn": "short lessons on attention, with numbers computed on the spot, in English and Chinese",
     "models": "list the models with their parameters and multiply-accumulates",
     "check": "prove the attention mechanisms by their identities, and a checkpoint against the library it is from",
     "convert": "a checkpoint of any layout into our format, or into that of timm, transformers or torchvision",
