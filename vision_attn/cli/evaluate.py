@@ -180,6 +180,6 @@ def _report_detections(verb: str, evaluation: Any) -> None:
 
     stage = "val" if verb == "validate" else "test"
     for name, value in nms_beside(evaluation).items():
-        print(f"{stage}/{name:<9}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")
+        print(f"{stage}/{name}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")
     console = Console(highlight=False)
     (console if console.is_terminal else Console(width=120, highlight=False)).print(class_table(evaluation))
