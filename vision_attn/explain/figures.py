@@ -106,7 +106,7 @@ def _heads(picture: PictureView, path: Path, query: int | None, title: str) -> N
         for view, line in zip(views, axes, strict=True):
             for axis in line:
                 axis.axis("off")
-            weights = view.weights.mean(1) if query is None else view.weights[:, min(query, view.weights.shape[1] - 1)]
+            weights = view.mean if query is None else view.weights[:, min(query, view.weights.shape[1] - 1)]
             implied = " (implied)" if view.implied else ""
             overlay(line[0], picture.pixels, weights.mean(0), f"{_short(view.name)}{implied}\nmean of heads")
             for axis, head, m in zip(line[1:], view.heads, weights, strict=False):

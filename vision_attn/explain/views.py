@@ -30,6 +30,7 @@ class LayerView:
         name: of the layer.
         implied: whether the map is one that the result implies.
         weights: (H, Q, R, C) over the image.
+        mean: (H, R, C), the mean over all queries, also those that are not shown.
         elsewhere: (H, Q) weight on tokens that do not lie on the image.
         labels: of the queries.
         cells: (row, column) of each query; None for those that lie nowhere.
@@ -40,6 +41,7 @@ class LayerView:
     name: str
     implied: bool
     weights: Tensor
+    mean: Tensor
     elsewhere: Tensor
     labels: list[str]
     cells: list[tuple[int, int] | None]
@@ -156,13 +158,13 @@ def _layer(run: Recording, name: str, choice: Choice) -> LayerView | None:
     weights = run.weights(name)[0]  # (H, N, M)
     rows = list(range(weights.shape[1])) if call.rows is None else call.rows.tolist()
     picked, labels, cells = _queries(rows, queries)
+    mean = _pooled(keys.to_image(weights.mean(1)))
     weights = weights[:, picked]
-    on_image = keys.to_image(weights)  # (H, Q, R, C)
+    shown = _pooled(keys.to_image(weights))  # (H, Q, R, C)
     elsewhere = weights[..., : keys.prefix].sum(-1)
     heads = list(choice.heads) if choice.heads is not None else list(range(weights.shape[0]))
     grid = None if queries is None else queries.grid
-    implied = run.recorder.implied(name)
-    return LayerView(name, implied, _pooled(on_image), elsewhere, labels, cells, grid, heads)
+    return LayerView(name, run.recorder.implied(name), shown, mean, elsewhere, labels, cells, grid, heads)
 
 
 def _queries(rows: list[int], plane: Plane | None) -> tuple[list[int], list[str], list[tuple[int, int] | None]]:
