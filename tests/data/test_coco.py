@@ -227,7 +227,7 @@ def test_every_kind_of_image(tmp_path: Path, mode: str, suffix: str) -> None:
     (_, paths, sizes, rows), _ = compare(tmp_path, content(images=[image(1, f"1.{suffix}")]))
     assert sizes.tolist() == [[20, 30]]
     assert rows.tolist() == [0]
-    from vision_attn.data.detection_sets import load
+    from vision_attn.data.pixels import load
 
     assert load(paths[0], (10, 15)).shape == (3, 10, 15)
 
@@ -272,7 +272,7 @@ def test_exif_turns_images_and_boxes(tmp_path: Path, orientation: int, suffix: s
     # the file says the size before the turn: so its boxes are those of the stored pixels
     data = content(images=[image(1, f"1.{suffix}")], annotations=[annotation(1, box=(left, top, width, height))])
     (table, paths, sizes, _), findings = compare(tmp_path, data)
-    from vision_attn.data.detection_sets import load
+    from vision_attn.data.pixels import load
 
     shown = load(paths[0], sizes[0].tolist())[0].numpy() > 127
     assert shown.shape == tuple(sizes[0]) == tuple(table.sizes[0])

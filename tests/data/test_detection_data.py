@@ -226,6 +226,29 @@ def test_fixed_sizes(small_set: Any, mode: str) -> None:
     assert data.img_size == (30, 40)
 
 
+def test_a_cache_of_decoded_images(small_set: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vision_attn.data import pixels
+
+    plain = epochs(make(small_set, augment=AUGMENT))
+    options = {"augment": AUGMENT, "memory_limit_mb": 0, "cache": tmp_path / "cache"}
+    data = make(small_set, **options)
+    data.prepare_data()
+    files = sorted((tmp_path / "cache").iterdir())
+    assert len(files) == 2  # train and val
+    decode = pixels.load
+    monkeypatch.setattr(pixels, "load", None)  # a second run decodes nothing
+    assert same(plain, epochs(make(small_set, **options)))
+    assert same(plain, epochs(make(small_set, **options, num_workers=2)))
+    monkeypatch.setattr(pixels, "load", decode)
+    path = small_set.root / "train" / "2.png"
+    Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+    assert not same(plain, epochs(make(small_set, **options)))
+    for file in files:
+        file.write_bytes(b"cut short")
+    make(small_set, **options).setup("fit")
+    assert sum(file.stat().st_size > 9 for file in files) == 1  # that of val; train has a new one by now
+
+
 # -- subsets and ground truth -----------------------------------------------------------------------------
 
 

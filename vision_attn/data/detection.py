@@ -14,18 +14,20 @@ from torch import Tensor
 
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.coco import read_coco
-from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths, shared_content
+from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths
 from vision_attn.data.coco_table import CocoTable, choose_categories, fit_boxes, match_categories
 from vision_attn.data.config import AugmentConfig
 from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker
 from vision_attn.data.detection_layouts import LAYOUTS, check_value, choose_resize
 from vision_attn.data.detection_loader import DetectionEvalLoader, DetectionTrainLoader
-from vision_attn.data.detection_sets import Boxes, DetectionSet, FilePixels, MemoryPixels, make_targets
+from vision_attn.data.detection_sets import Boxes, DetectionSet, make_targets
+from vision_attn.data.detection_subsets import subset_rows, without_overlap
 from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
 from vision_attn.data.findings import Findings
 from vision_attn.data.loader import rank_and_world
+from vision_attn.data.pixels import CachedPixels, FilePixels, MemoryPixels, Pixels
 from vision_attn.data.policy import color_jitter
-from vision_attn.data.randomness import Stream, hashes, uniforms
+from vision_attn.data.randomness import Stream, uniforms
 from vision_attn.data.sources import Split, data_root
 from vision_attn.errors import UserError, closest
 
@@ -72,6 +74,8 @@ class DetectionData(LightningDataModule):
         drop_last: leave out the last training batch of an epoch when it is smaller than the others.
         channels_last: give images in the channels-last memory format.
         memory_limit_mb: splits of up to this many decoded megabytes are kept in memory.
+        cache: folder for the decoded and resized images of larger splits, one file each (3 bytes a pixel), made by the
+            first run and shared by later ones. None: larger splits are decoded in every epoch.
         group_batches: batches among which images are exchanged to put like shapes together. 1: none.
         skip_bad_images: leave out images that are missing or damaged, with a warning, instead of refusing the set.
         overlap: what to do with validation or test images that are in the training set too, by content: ``error``,
@@ -114,6 +118,7 @@ class DetectionData(LightningDataModule):
         drop_last: bool = False,
         channels_last: bool = False,
         memory_limit_mb: int = 1024,
+        cache: str | Path | None = None,
         group_batches: int = 16,
         skip_bad_images: bool = False,
         overlap: Literal["error", "drop", "allow"] = "error",
@@ -121,12 +126,8 @@ class DetectionData(LightningDataModule):
         super().__init__()
         if name not in LAYOUTS:
             raise UserError(f"Unknown data set {name!r}.{closest(name, LAYOUTS)} There are: {', '.join(LAYOUTS)}.")
-        for key, value in (
-            ("batch_size", batch_size),
-            ("eval_batch_size", eval_batch_size),
-            ("max_size", max_size),
-            ("group_batches", group_batches),
-        ):
+        positive = {"batch_size": batch_size, "eval_batch_size": eval_batch_size, "max_size": max_size}
+        for key, value in {**positive, "group_batches": group_batches}.items():
             check_value(key, value, value >= 1, "at least 1")
         for key, most in (("max_images", max_images), ("eval_max_images", eval_max_images)):
             check_value(key, most, most is None or most >= 1, "at least 1")
@@ -140,6 +141,7 @@ class DetectionData(LightningDataModule):
         self.categories = None if categories is None else list(categories)
         self.num_workers, self.seed, self.drop_last, self.group_batches = num_workers, seed, drop_last, group_batches
         self.memory_limit, self.skip_bad_images, self.overlap = memory_limit_mb << 20, skip_bad_images, overlap
+        self.cache = None if cache is None else Path(cache).expanduser()
         self.augment = replace(augment)
         self.resize = choose_resize(layout.resize, img_size, max_size, resize)
         self.maker = ViewMaker(self.augment, self.resize, seed)
@@ -195,7 +197,7 @@ class DetectionData(LightningDataModule):
         if self.name == "digit_scenes":  # known before a scene is made
             if self.categories is None:
                 return [str(digit) for digit in range(10)], list(range(1, 11))
-            self.prepare_data()
+            prepare_scenes(self._data_root)
         table = self.table("train")
         assert table is not None
         return table.labels, table.category_ids
@@ -230,9 +232,11 @@ class DetectionData(LightningDataModule):
     def prepare_data(self) -> None:
         if self.name == "digit_scenes":
             prepare_scenes(self._data_root)
+        if self.cache is not None:  # by one process of each machine, before the others look for the files
+            self.setup("fit")
 
     def setup(self, stage: str | None = None) -> None:
-        """Read what a stage needs and no more: ``fit`` does not touch the test images."""
+        """Read what a stage needs and no more: ``fit`` decodes no test images."""
         names: dict[str | None, tuple[Split, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for split in names.get(stage, _SPLITS if stage is None else ("test",)):
             self.split(split)
@@ -245,7 +249,7 @@ class DetectionData(LightningDataModule):
         """
         if name not in self._splits:
             if self.name == "digit_scenes":
-                self.prepare_data()
+                prepare_scenes(self._data_root)
             table = self.table(name)
             self._splits[name] = None if table is None else self._read(name, table)
             parts = [part.digest for _, part in sorted(self._splits.items()) if part is not None]
@@ -253,7 +257,13 @@ class DetectionData(LightningDataModule):
         return self._splits[name]
 
     def _read(self, name: Split, table: CocoTable) -> DetectionSet:
-        index = self._subset(name, table)
+        index = subset_rows(
+            table,
+            fraction=self.fraction if name == "train" else 1.0,
+            most=self.max_images if name == "train" else self.eval_max_images,
+            seed=self.seed,
+            only_with_boxes=name == "train" and self.categories is not None,
+        )
         table = table.take(index)
         findings = Findings()
         table, paths, sizes, rows = compare_with_files(
@@ -268,53 +278,24 @@ class DetectionData(LightningDataModule):
         if name == "train" and not (~table.crowd).any():
             raise UserError(f"{table.path}: no box is left to train on.")
         stored = self.maker.stored(torch.from_numpy(sizes), training=name == "train")
-        fits = 3 * int(stored.prod(1).sum()) <= self.memory_limit
-        pixels = (MemoryPixels if fits else FilePixels)(paths, stored)
+        pixels = self._pixels(paths, stored)
         return DetectionSet(table, Boxes.of(table, cut), pixels, torch.from_numpy(index), self.maker, self._ground)
 
-    def _subset(self, name: Split, table: CocoTable) -> np.ndarray:
-        """Rows of a nested, seeded subset in the file's own order."""
-        rows = np.arange(len(table))
-        if name == "train" and self.categories is not None:
-            rows = np.unique(table.image)
-        count = round(self.fraction * len(rows)) if name == "train" else len(rows)
-        most = self.max_images if name == "train" else self.eval_max_images
-        count = min(count, most or count)
-        if len(rows) == 0:
-            raise UserError(f"{table.path}: no image shows any of {', '.join(map(str, self.categories or []))}.")
-        if count == 0:
-            raise UserError(f"data.fraction={self.fraction:g} of {len(rows)} training images leaves none.")
-        order = hashes(self.seed, 0, torch.from_numpy(rows), [Stream.SUBSET])[:, 0].argsort(stable=True)
-        return np.sort(rows[order[:count].numpy()])
+    def _pixels(self, paths: list[str], sizes: Tensor) -> Pixels:
+        if 3 * int(sizes.prod(1).sum()) <= self.memory_limit:
+            return MemoryPixels(paths, sizes)
+        return FilePixels(paths, sizes) if self.cache is None else CachedPixels(paths, sizes, self.cache)
 
     def _without_overlap(
         self, table: CocoTable, paths: list[str], findings: Findings
     ) -> tuple[CocoTable, list[str], np.ndarray]:
-        """Deal with training images that a validation or test image repeats."""
-        everything = np.arange(len(paths))
-        for other in ("val", "test"):
-            if self.name == "digit_scenes" or self.annotation_file(other) is None:  # type: ignore[arg-type]
-                continue
-            other_table = self.table(other)  # type: ignore[arg-type]
-            assert other_table is not None
-            others = image_paths(other_table, self.image_folder(other))  # type: ignore[arg-type]
-            shared = sorted({row for row, _ in shared_content(paths, others)})
-            if not shared:
-                continue
-            ids = table.image_ids[shared].tolist()
-            kind = f"training images that are in {other_table.path.name} too, by content"
-            if self.overlap == "error":
-                findings.fatal(kind, table.path, ids, "Take them out of one, or set data.overlap to drop or allow.")
-            if self.overlap == "allow":
-                findings.repaired(kind, table.path, ids, "kept, as data.overlap says")
-                continue
-            findings.repaired(kind, table.path, ids, "left out of training")
-            everything = np.setdiff1d(everything, shared)
-        if len(everything) == 0:
-            raise UserError(f"{table.path}: every training image is in validation or test too.")
-        if len(everything) == len(paths):
-            return table, paths, everything
-        return table.take(everything), [paths[row] for row in everything], everything
+        others = {}
+        for split in _SPLITS[1:] if self.name != "digit_scenes" else ():
+            other = self.table(split)
+            if other is not None:
+                others[other.path.name] = image_paths(other, self.image_folder(split))
+        rows = without_overlap(table, paths, others, self.overlap, findings)
+        return table.take(rows), [paths[row] for row in rows], rows
 
     def _required(self, name: Split) -> DetectionSet:
         data = self.split(name)

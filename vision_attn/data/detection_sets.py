@@ -4,123 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from vision_attn.data import images as image_files
-from vision_attn.data.coco_images import in_threads
 from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.detection_augment import ViewMaker, Views, draw_view, move_boxes
-from vision_attn.errors import UserError
-
-
-class Pixels(Protocol):
-    """Where the images of a split are.
-
-    Attributes:
-        sizes: (N, 2) int64, heights and widths as stored, which may be smaller than the files'.
-    """
-
-    sizes: Tensor
-
-    def read(self, row: int) -> Tensor:
-        """(3, h, w) uint8."""
-        ...
-
-
-class MemoryPixels:
-    """Decoded images in one piece of memory, brought to ``sizes``.
-
-    Args:
-        paths: N files.
-        sizes: (N, 2) int64 heights and widths.
-
-    Raises:
-        UserError: an image cannot be read.
-    """
-
-    def __init__(self, paths: Sequence[str], sizes: Tensor) -> None:
-        self.sizes = sizes
-        counts = 3 * sizes.prod(1)
-        ends = counts.cumsum(0).tolist()
-        self._starts = [0, *ends[:-1]]
-        self._data = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
-
-        def decode(row: int) -> UserError | None:
-            try:
-                self.read(row).copy_(load(paths[row], sizes[row].tolist()))
-            except UserError as error:
-                return error
-            return None
-
-        for error in in_threads(decode, range(len(paths))):
-            if error is not None:
-                raise error
-        self._same = bool((sizes == sizes[:1]).all())
-
-    def read(self, row: int) -> Tensor:
-        height, width = self.sizes[row].tolist()
-        start = self._starts[row]
-        return self._data[start : start + 3 * height * width].view(3, height, width)
-
-    def stack(self, rows: Tensor) -> Tensor:
-        """(B, 3, h, w) uint8 of images of one size."""
-        height, width = self.sizes[0].tolist()
-        return self._data.view(-1, 3, height, width).index_select(0, rows)
-
-    @property
-    def same_size(self) -> bool:
-        """Whether all images have one size, so that :meth:`stack` works."""
-        return self._same
-
-    def update_hash(self, digest: Any) -> None:
-        """Feed all pixels to a hashlib object."""
-        digest.update(self._data.numpy())
-
-
-class FilePixels:
-    """Images that are decoded when they are asked for, and brought to ``sizes``.
-
-    Args:
-        paths: N files.
-        sizes: (N, 2) int64 heights and widths.
-    """
-
-    same_size = False
-
-    def __init__(self, paths: Sequence[str], sizes: Tensor) -> None:
-        self.paths, self.sizes = list(paths), sizes
-
-    def read(self, row: int) -> Tensor:
-        return load(self.paths[row], self.sizes[row].tolist())
-
-    def update_hash(self, digest: Any) -> None:
-        """Feed name and length of every file (not its content) to a hashlib object."""
-        for path in self.paths:
-            digest.update(image_files.fingerprint(path, 0))
-
-
-def load(path: str, size: Sequence[int]) -> Tensor:
-    """(3, h, w) uint8 of a file, resized to ``size`` (height, width) with antialiasing.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    return resize_picture(image_files.read_image(path), size)
-
-
-def resize_picture(picture: Image.Image, size: Sequence[int]) -> Tensor:
-    """(3, h, w) uint8 of an RGB picture brought to ``size`` (height, width)."""
-    height, width = size
-    if picture.size != (width, height):
-        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-    return image_files.to_tensor(picture)
+from vision_attn.data.pixels import Pixels
 
 
 @dataclass
@@ -168,7 +61,7 @@ class DetectionSet:
     """
 
     def __init__(
-        self, table: CocoTable, boxes: Boxes, pixels: Any, index: Tensor, maker: ViewMaker, ground: Tensor
+        self, table: CocoTable, boxes: Boxes, pixels: Pixels, index: Tensor, maker: ViewMaker, ground: Tensor
     ) -> None:
         self.table, self.boxes, self.pixels, self.index, self.maker = table, boxes, pixels, index, maker
         self.ground = ground.view(3, 1, 1)

@@ -146,7 +146,7 @@ def prepare(pictures: Sequence[Image.Image], config: dict[str, Any]) -> list[Ten
     """
     # heavy with tables of annotations; a detector alone does without
     from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker, draw_view
-    from vision_attn.data.detection_sets import resize_picture
+    from vision_attn.data.pixels import resize_picture
 
     settings = config["preprocess"]
     maker = ViewMaker(DetectionAugmentConfig(), _resize(config))
