@@ -244,6 +244,18 @@ def test_a_rate_of_zero_freezes_the_backbone():
     parameter_groups(module.model, module.optimizer_config)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"drop_at": (0.5, 1.0)}, r"optimizer.drop_at are fractions of a run, between 0 and 1, got \(0.5, 1.0\)"),
+        ({"drop_factor": 0.0}, "optimizer.drop_factor must be above 0 and at most 1"),
+    ],
+)
+def test_steps_that_make_no_sense_are_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        OptimizerConfig(schedule="step", **options)
+
+
 def test_patterns_of_the_user_go_before_the_backbones():
     optimizer = with_backbone_rate(OptimizerConfig(lr=1e-3, lr_mult={"backbone.stem*": 0.5}), 1e-4)
     assert list(optimizer.lr_mult.items()) == [("backbone.stem*", 0.5), ("backbone.*", pytest.approx(0.1))]

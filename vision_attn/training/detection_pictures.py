@@ -17,6 +17,7 @@ from vision_attn.detection.postprocess import postprocess
 from vision_attn.training.pictures import GOOD, GREY, TRAIN, VAL, _Figure, _tiles, confusion_matrix
 
 PALE = "#AEC7E0"
+TILE = 420  # pixels: as wide as an image of a grid is drawn
 LINES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#000000", "#EE7733", "#882255", "#44AA99")
 """Paul Tol's bright scheme and three more; the tenth is the last that can be told apart."""
 
@@ -35,7 +36,8 @@ def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu
         The files written.
     """
     folder, name = run.path / "plots", f"{run.recipe}, {run.summary.get('model')}"
-    learning_curves(run.rows, folder / "learning_curves.png", name)
+    denoises = bool(getattr(module.model, "denoising", {}).get("groups"))
+    learning_curves(run.rows, folder / "learning_curves.png", name, denoises=denoises)
     changes = ", ".join(f"{k} {v}" for k, v in data.augment.changed().items()) or "no augmentation"
     title = f"training images as the model sees them: {changes}"
     training_images(data.sample_batch(16), data, folder / "augmented.png", title)
@@ -89,16 +91,17 @@ def _to(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
-def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
+def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "", *, denoises: bool = False) -> None:
     """Loss, average precision and the learning rate over optimizer steps.
 
     Args:
         rows: of ``metrics.csv``, see :func:`~vision_attn.training.run_folder.read_metrics`.
         path: the PNG to write.
         title: above the panels.
+        denoises: the training loss has parts that the validation loss has not.
     """
     lines = (
-        (0, "train/loss", "train", TRAIN),
+        (0, "train/loss", "train, with denoising" if denoises else "train", TRAIN),
         (0, "val/loss", "val", VAL),
         (1, "val/ap", "AP", VAL),
         (1, "val/ap50", "AP at IoU 0.5", TRAIN),
@@ -178,6 +181,9 @@ def _draw(image: Tensor, labels: Tensor, boxes: Tensor, data: Any, scores: Tenso
     from vision_attn.detection.draw import draw_detections
 
     corners = cxcywh_to_xyxy(boxes.cpu()) if scores is None else boxes
+    if max(image.shape) > TILE:  # here, and not when the grid is drawn, so that names stay readable
+        size = [max(1, round(side * TILE / max(image.shape))) for side in image.shape[1:]]
+        image = torch.nn.functional.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
     height, width = image.shape[1:]
     names = [data.labels[int(label)] for label in labels]
     picture = draw_detections(
@@ -216,11 +222,11 @@ def average_precisions(table: Sequence[dict[str, Any]], path: Path, title: str =
         axis.barh(places, [row["ap"] for row in table], color=TRAIN, height=0.46, label="AP")
         names = [f"{textwrap.shorten(row['name'], 22, placeholder='…')} ({row['objects']:,})" for row in table]
         axis.set_yticks(places, names)
-        axis.set(xlim=(0, 1), xlabel="average precision; objects in brackets")
+        axis.set(xlim=(0, 1), ylim=(-0.7, max(3, len(table)) - 0.3), xlabel="average precision; objects in brackets")
         axis.grid(axis="y", visible=False)
         mean = sum(row["ap"] for row in table) / max(1, len(table))
         axis.axvline(mean, color=VAL, lw=1.2, ls="--", label=f"mean AP {mean:.3f}")
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / figure.get_figheight()), ncols=3)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.55 / figure.get_figheight()), ncols=3)
         figure.suptitle(title, fontsize=11)
 
 
@@ -236,12 +242,12 @@ def precision_recall(curves: Sequence[tuple[float, dict[str, Any]]], path: Path,
         for axis, (iou, classes) in zip(np.atleast_1d(axes), curves, strict=True):
             few = len(classes) <= len(LINES)
             for color, (name, curve) in zip(LINES if few else [GREY] * len(classes), classes.items(), strict=False):
-                style = {"lw": 1.3, "label": f"{name} {curve['precision'].mean():.2f}"} if few else {"lw": 0.5}
+                style = {"lw": 1.3, "label": f"{name}: {curve['precision'].mean():.2f}"} if few else {"lw": 0.5}
                 axis.plot(curve["recall"], curve["precision"], color=color, alpha=1 if few else 0.35, **style)
             if classes:
                 mean = np.mean([curve["precision"] for curve in classes.values()], 0)
                 recall = next(iter(classes.values()))["recall"]
-                axis.plot(recall, mean, color="#222222", lw=2.2, ls=":", label=f"mean {mean.mean():.3f}")
+                axis.plot(recall, mean, color="#222222", lw=2.2, ls=":", label=f"mean: {mean.mean():.3f}")
                 axis.legend(title="average precision", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
             axis.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02), title=f"IoU {iou:g}")
         figure.suptitle(title, fontsize=11)
