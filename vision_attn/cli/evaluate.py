@@ -149,7 +149,7 @@ def check_categories(ids: list[int], labels: list[str] | None, data: Any, path: 
     Raises:
         UserError: classes that it does not know, or knows by another name.
     """
-    names = dict(zip(ids, labels or [None] * len(ids), strict=True))
+    names: dict[int, str | None] = dict(zip(ids, labels or (None,) * len(ids), strict=True))
     for category, name in zip(data.category_ids, data.labels, strict=True):
         if category not in names:
             raise UserError(
