@@ -44,6 +44,7 @@ def build(device: str) -> tuple[nn.Module, nn.Module]:
             parameter.add_(0.02 * parameter.std().nan_to_num(1.0) * torch.randn_like(parameter))
     ours = va.create_model("detr_resnet50", num_classes=CLASSES, exact_padding=False, attention={"dropout": 0.0})
     ours.load_state_dict(detr_names.from_transformers(theirs.state_dict()))
+    ours.backbone.to(memory_format=torch.channels_last)  # as `vision-attn fit` does
     return ours.to(device), theirs.to(device)
 
 
@@ -83,9 +84,11 @@ def steps(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     criterion = Criterion(CLASSES)
     labels = [{"class_labels": target["labels"], "boxes": target["boxes"]} for target in targets]
 
+    channels_last = images.contiguous(memory_format=torch.channels_last)
+
     def step_of_ours() -> None:
         ours.zero_grad(set_to_none=True)
-        criterion(ours(images, mask, targets), targets)["loss"].backward()
+        criterion(ours(channels_last, mask, targets), targets)["loss"].backward()
 
     def step_of_theirs() -> None:
         theirs.zero_grad(set_to_none=True)
