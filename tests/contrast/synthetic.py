@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vision_attn.contrast.config import ContrastConfig, ModelChoice
 from vision_attn.contrast.results import Cell, Result, Study
 
 CLASSES = 10
@@ -15,7 +16,7 @@ CLASSES = 10
 def make_curve(
     rng: np.random.Generator, *, floor: float = 0.02, speed: float = 4.0, gap: float = 0.5, noise: float = 0.03
 ) -> list[dict[str, float]]:
-    """A trajectory whose gap in loss grows as the training loss falls, up to about ``gap``; rows are noisy by ``noise``."""
+    """A trajectory whose gap in loss grows as the training loss falls, up to ``gap`` ± ``noise``."""
     rows = []
     level = gap + noise * rng.standard_normal()
     for i in range(1, 13):
@@ -101,9 +102,10 @@ def make_study(
                         results.append(
                             make_result(cell, curve, error=error, ece=0.04 + 0.02 * role + 0.01 * rng.random())
                         )
-    return Study(
-        folder, {"seeds": seeds, "arms": list(arms), "steps": 400}, make_facts(models), cells, results, LOOKS, RATES
+    config = ContrastConfig(
+        models={model: ModelChoice(f"{model}_zoo") for model in models}, sizes=list(sizes), arms=list(arms), seeds=seeds
     )
+    return Study(folder, config.tree(), make_facts(models), cells, results, LOOKS, RATES)
 
 
 def make_facts(models: tuple[str, ...]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _STYLE: Any = {
     "legend.fontsize": 8,
     "lines.solid_capstyle": "round",
 }
-_SIZE = (4.3, 3.1)  # inches; small enough that the text stays readable on a phone
+_SIZE = (3.9, 2.9)  # inches; small enough that the text stays readable on a phone
 
 
 @dataclass(frozen=True)
@@ -56,34 +56,57 @@ class Panel:
         return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode()}"
 
 
-def draw_panel(
-    name: str, title: str, alt: str, source: str, paint: Callable[[Any], None], stamp: Mapping[str, str]
-) -> Panel:
-    """Draw one panel as SVG and PNG; both carry the study's hashes.
+@dataclass(frozen=True)
+class Sketch:
+    """A panel that is still to be drawn: what :class:`Panel` says of it, and a function that fills its axes."""
+
+    name: str
+    title: str
+    alt: str
+    source: str
+    paint: Callable[[Any], None]
+
+
+def draw(sketches: Sequence[Sketch], stamp: Mapping[str, str], *, share: bool = True) -> list[Panel]:
+    """Draw panels as SVG and PNG; both carry the study's hashes.
 
     Args:
-        name: of the file.
-        title: above the panel, part of the page and of the PNG.
-        alt: in words.
-        source: columns and seeds.
-        paint: fills the axes.
+        sketches: what to draw.
         stamp: configuration hash, data hash and version.
+        share: give all of them the same vertical axis, so that they compare at a glance.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        FigureCanvasAgg(figure)
-        paint(figure.subplots())
-        svg, png = io.BytesIO(), io.BytesIO()
-        marks = "; ".join(f"{key} {value}" for key, value in stamp.items())
+    panels = []
+    with matplotlib.rc_context(_STYLE):
+        figures = []
+        for sketch in sketches:
+            figure = Figure(figsize=_SIZE, layout="constrained")
+            FigureCanvasAgg(figure)
+            sketch.paint(figure.subplots())
+            figures.append(figure)
+        if share and len(figures) > 1:
+            low, high = zip(*(figure.axes[0].get_ylim() for figure in figures), strict=True)
+            for figure in figures:
+                figure.axes[0].set_ylim(min(low), max(high))
+        for sketch, figure in zip(sketches, figures, strict=True):
+            panels.append(_keep(sketch, figure, stamp))
+    return panels
+
+
+def _keep(sketch: Sketch, figure: Any, stamp: Mapping[str, str]) -> Panel:
+    import matplotlib
+
+    svg, png = io.BytesIO(), io.BytesIO()
+    about = f"{sketch.source}; " + "; ".join(f"{key} {value}" for key, value in stamp.items())
+    with matplotlib.rc_context({"svg.hashsalt": sketch.name}):
         # no date: the same study gives the same bytes
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Title": title, "Description": f"{source}; {marks}"})
-        figure.suptitle(title, fontsize=10)
-        figure.savefig(png, format="png", metadata={"Title": title, "Source": source, **stamp})
-    return Panel(name, title, alt, source, svg.getvalue(), png.getvalue())
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Title": sketch.title, "Description": about})
+    figure.suptitle(sketch.title, fontsize=10)
+    figure.savefig(png, format="png", metadata={"Title": sketch.title, "Source": sketch.source, **stamp})
+    return Panel(sketch.name, sketch.title, sketch.alt, sketch.source, svg.getvalue(), png.getvalue())
 
 
 def write_panels(panels: Iterable[Panel], folder: Path) -> None:
@@ -127,17 +150,15 @@ def dodge(x: float, role: int, models: int) -> float:
 
 def percent_axis(axis: Any) -> None:
     """Shares on the vertical axis as per cent."""
-    from matplotlib.ticker import PercentFormatter
-
-    axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=None, symbol=" %"))
+    axis.yaxis.set_major_formatter(lambda x, _: f"{100 * x:.6g} %".replace("-", "−"))
 
 
 def percent_log_axis(axis: Any) -> None:
     """The same on a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g} %"))
+    axis.yaxis.set_major_formatter(lambda x, _: f"{100 * x:.6g} %")
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 

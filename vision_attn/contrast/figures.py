@@ -12,9 +12,10 @@ import numpy as np
 from vision_attn.contrast.analysis import Analysis, Group
 from vision_attn.contrast.drawing import (
     Panel,
+    Sketch,
     depths,
     dodge,
-    draw_panel,
+    draw,
     look_of,
     percent_axis,
     percent_log_axis,
@@ -60,10 +61,11 @@ def gaps(analysis: Analysis) -> list[Panel]:
 
 def matched_gaps(analysis: Analysis) -> list[Panel]:
     """Gap in loss at the training loss that all seeds of both models reach, a panel per arm and pair of models."""
-    panels = []
     pairs = list(dict.fromkeys((v.a, v.b) for v in analysis.verdicts))
-    for arm in analysis.arms:
-        for a, b in pairs:
+    panels = []
+    for a, b in pairs:
+        sketches = []
+        for arm in analysis.arms:
             verdicts = [v for v in analysis.verdicts if (v.a, v.b, v.arm) == (a, b, arm) and v.matched]
             if not verdicts:
                 continue
@@ -72,16 +74,8 @@ def matched_gaps(analysis: Analysis) -> list[Panel]:
             seeds = seed_words({v.images: list(v.seeds) for v in verdicts})
             source = f"curves.csv: train_loss, val_loss, where arm = {arm}, noise = 0; {seeds}"
             alt = f"Validation loss minus training loss where {a} and {b} have the same training loss, arm {arm}."
-            panels.append(
-                draw_panel(
-                    name,
-                    title,
-                    alt,
-                    source,
-                    partial(_matched, analysis=analysis, verdicts=verdicts),
-                    analysis.study.stamp,
-                )
-            )
+            sketches.append(Sketch(name, title, alt, source, partial(_matched, analysis=analysis, verdicts=verdicts)))
+        panels += draw(sketches, analysis.study.stamp)
     return panels
 
 
@@ -91,12 +85,10 @@ def _matched(axis: Any, analysis: Analysis, verdicts: Sequence[Verdict]) -> None
         found = [(v.images, [at["gap_loss"] for at in (v.matched or {})[model].values()]) for v in verdicts]
         many = len(analysis.study.models)
         series(axis, [(dodge(n, role, many), values, mean_interval(values)) for n, values in found], model, role)
-    top = axis.get_ylim()[1]
     for verdict in verdicts:
         if verdict.decided:
-            axis.annotate(
-                "✱", (verdict.images, top), ha="center", va="bottom", fontsize=9, color="#334155", annotation_clip=False
-            )
+            at = {"xycoords": axis.get_xaxis_transform(), "ha": "center", "va": "bottom", "annotation_clip": False}
+            axis.annotate("✱", (verdict.images, 1.0), fontsize=9, color="#334155", **at)
     axis.set(ylabel="validation − training loss")
     _image_axis(axis, analysis)
 
@@ -118,7 +110,7 @@ def calibration(analysis: Analysis) -> list[Panel]:
 
 def memorisation(analysis: Analysis) -> list[Panel]:
     """Wrong labels given back, and test accuracy, against the share of wrong labels: two panels per size and arm."""
-    panels = []
+    sketches: dict[str, list[Sketch]] = {"memorised": [], "test_acc": []}
     places = dict.fromkeys((g.size, g.images, g.arm) for g in analysis.groups if g.noise > 0 and g.runs)
     for size, images, arm in places:
         for measure, label, title in (
@@ -141,17 +133,15 @@ def memorisation(analysis: Analysis) -> list[Panel]:
             seeds = seed_words({f"{g.noise:.0%}": g.seeds for g in groups})
             source = f"runs.csv: {measure}, noise, where images = {images}, arm = {arm}; {seeds}"
             alt = f"{title} against the share of shuffled labels, {images:,} images, arm {arm}."
-            panels.append(
-                draw_panel(name, f"{title}, {images:,} images, arm {arm}", alt, source, paint, analysis.study.stamp)
-            )
-    return panels
+            sketches[measure].append(Sketch(name, f"{title}, {images:,} images, arm {arm}", alt, source, paint))
+    return [panel for group in sketches.values() for panel in draw(group, analysis.study.stamp)]
 
 
 def trajectories(analysis: Analysis) -> list[Panel]:
     """Training and validation loss along training: smallest, middle and largest size of every arm."""
     sizes = analysis.sizes
     chosen = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    panels = []
+    sketches = []
     for arm in analysis.arms:
         for size in chosen:
             groups = [g for g in analysis.select(size=size, arm=arm, noise=0) if g.runs]
@@ -163,17 +153,8 @@ def trajectories(analysis: Analysis) -> list[Panel]:
             alt = f"Training and validation loss against the optimizer step, {images:,} images, arm {arm}."
             title = f"{images:,} images, arm {arm}"
             name = f"trajectory-{100 * size:g}pct-{arm}"
-            panels.append(
-                draw_panel(
-                    name,
-                    title,
-                    alt,
-                    source,
-                    partial(_trajectory, analysis=analysis, groups=groups),
-                    analysis.study.stamp,
-                )
-            )
-    return panels
+            sketches.append(Sketch(name, title, alt, source, partial(_trajectory, analysis=analysis, groups=groups)))
+    return draw(sketches, analysis.study.stamp)
 
 
 def _trajectory(axis: Any, analysis: Analysis, groups: Sequence[Group]) -> None:
@@ -190,10 +171,13 @@ def _trajectory(axis: Any, analysis: Analysis, groups: Sequence[Group]) -> None:
             at = int(np.argmin(val))
             if 0 < at < len(val) - 1:
                 axis.plot(steps[at], val[at], marker, color=color, ms=4.5, mec="white", mew=0.7)
+    place = (groups[0].size, groups[0].arm)
+    for loss in {v.loss for v in analysis.verdicts if (v.size, v.arm) == place and v.loss}:
+        axis.axhline(loss, color="#64748B", lw=0.8, ls=":")
     axis.plot([], [], color="#64748B", lw=1.3, label="validation")
     axis.plot([], [], color="#64748B", lw=0.9, ls=(0, (2, 1.5)), label="training")
     axis.set(xlabel="optimizer step", ylabel="cross-entropy, nats", yscale="log", ylim=(max(low / 1.5, 1e-4), None))
-    axis.legend(ncols=2, columnspacing=1.0, loc="lower left")
+    axis.legend(ncols=4, columnspacing=1.0, handlelength=1.4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def reach(analysis: Analysis) -> list[Panel]:
@@ -230,15 +214,14 @@ def reach(analysis: Analysis) -> list[Panel]:
                     ms=3.5,
                     label=f"{model}: receptive field",
                 )
-        axis.set(
-            xlabel="depth, first to last layer", ylabel="mean distance, pixels", xlim=(-0.05, 1.05), ylim=(0, None)
-        )
+        axis.set(xlabel="depth, first to last layer", ylabel="mean distance, pixels", xlim=(-0.05, 1.05))
+        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.set_xticks([0, 0.5, 1], ["first", "middle", "last"])
         axis.legend(loc="upper left", fontsize=7.5)
 
     source = "looks.json: attention_distance, receptive_field.distance; of each model the last training looked at"
     alt = "Mean attention distance per head and layer beside the effective receptive field of each block, in pixels."
-    return [draw_panel("reach", "How far the models look", alt, source, paint, analysis.study.stamp)]
+    return draw([Sketch("reach", "Mean distance, layer by layer", alt, source, paint)], analysis.study.stamp)
 
 
 # -- parts ------------------------------------------------------------------------------------------
@@ -247,24 +230,15 @@ def reach(analysis: Analysis) -> list[Panel]:
 def _per_arm(
     analysis: Analysis, paint: Callable[..., None], name: str, title: str, columns: str, alt: str
 ) -> list[Panel]:
-    panels = []
+    sketches = []
     for arm in analysis.arms:
         groups = analysis.select(arm=arm, noise=0)
-        if not any(group.runs for group in groups):
-            continue
-        seeds = seed_words({group.images: group.seeds for group in groups})
-        source = f"runs.csv: {columns}, images, where arm = {arm}, noise = 0; {seeds}"
-        panels.append(
-            draw_panel(
-                f"{name}-{arm}",
-                f"{title}, arm {arm}",
-                f"{alt[0].upper()}{alt[1:]}, arm {arm}.",
-                source,
-                partial(paint, arm=arm),
-                analysis.study.stamp,
-            )
-        )
-    return panels
+        if any(group.runs for group in groups):
+            seeds = seed_words({group.images: group.seeds for group in groups})
+            source = f"runs.csv: {columns}, images, where arm = {arm}, noise = 0; {seeds}"
+            shown = f"{alt[0].upper()}{alt[1:]}, arm {arm}."
+            sketches.append(Sketch(f"{name}-{arm}", f"{title}, arm {arm}", shown, source, partial(paint, arm=arm)))
+    return draw(sketches, analysis.study.stamp)
 
 
 def _sizes(axis: Any, analysis: Analysis, arm: str, values: Callable[[Group], list[float]], line: bool = True) -> None:

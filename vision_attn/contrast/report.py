@@ -18,15 +18,15 @@ _FIGURES = (
     (
         "error",
         "Error against training images",
-        "Markers are means over seeds, bars 95 % intervals, dots single seeds. Lines are fits of e(n) = α + η·n^γ, with "
-        "the 95 % band of the fit over resampled seeds.",
+        "Markers are means over seeds, bars 95 % intervals, dots single seeds. Lines are fits of e(n) = α + η·n^γ, "
+        "with the 95 % band of the fit over resampled seeds.",
         figures.learning_curves,
     ),
     (
         "matched",
         "Gap at equal training loss",
         "Validation minus training loss where the trajectories first reach the lowest training loss that every seed of "
-        "both models reaches. ✱ marks sizes where the models differ at 5 %.",
+        "both models reaches. ✱ marks sizes where one model overfits more.",
         figures.matched_gaps,
     ),
     (
@@ -40,7 +40,8 @@ _FIGURES = (
         "trajectories",
         "Along training",
         "Validation loss (solid) and training loss (broken), a line per seed. A marker shows where a validation loss "
-        "turned. Smallest, middle and largest size of every arm; all others are in curves.csv.",
+        "turned, the dotted line the training loss at which gaps are compared. Smallest, middle and largest size of "
+        "every arm; all others are in curves.csv.",
         figures.trajectories,
     ),
     (
@@ -153,7 +154,7 @@ def _warnings(analysis: Analysis) -> list[str]:
     if study.missing:
         warnings.append(f"Not finished: {len(study.missing)} of {len(study.cells)} trainings are still to be run.")
     if analysis.failed:
-        warnings.append(f"{len(analysis.failed)} trainings failed and are left out; the reasons are below.")
+        warnings.append(f"Trainings that failed and are left out: {len(analysis.failed)}. Their reasons are below.")
     if any(len(group.runs) == 1 for group in analysis.groups):
         warnings.append("Where only one seed ended, no interval can be given, and no verdict.")
     match = study.facts["match"]

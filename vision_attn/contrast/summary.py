@@ -10,9 +10,9 @@ from vision_attn.contrast.analysis import Analysis, Group
 from vision_attn.contrast.verdict import BOTH_UNDERFIT, INCONCLUSIVE, LESS, MORE, Verdict
 
 PUBLISHED = (
-    "Published numbers point both ways. On 5,000 CIFAR-10 images, one comparison reports a ViT with 53.5 % training and "
-    "49.6 % test accuracy beside a CNN with 80.2 % and 70.8 %: there the plain gap calls the CNN the one that overfits, "
-    "while the ViT did not fit its images at all."
+    "Published numbers point both ways. On 5,000 CIFAR-10 images, one comparison reports a ViT with 53.5 % training "
+    "and 49.6 % test accuracy beside a CNN with 80.2 % and 70.8 %: there the plain gap calls the CNN the one that "
+    "overfits, while the ViT did not fit its images at all."
 )
 
 
@@ -59,7 +59,10 @@ def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> li
         )
     for outcome, word in ((MORE, "more"), (LESS, "less")):
         if by[outcome]:
-            lines.append(f"At equal training loss, {a} overfits {word} than {b} {_where(by[outcome], n)}.")
+            lines.append(
+                f"At equal training loss, {a} overfits {word} than {b} {_where(by[outcome], analysis, n)}: "
+                f"its gap is {'larger' if outcome == MORE else 'smaller'} by {_amounts(by[outcome])} nats."
+            )
     if decided:
         alpha = analysis.rule.alpha
         tests = [v for v in analysis.verdicts if v.p_study is not None]
@@ -70,28 +73,30 @@ def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> li
                 f"verdicts {'stands' if len(firm) == 1 else 'stand'}."
             )
     if by[BOTH_UNDERFIT]:
-        lines.append(f"Both underfit {_where(by[BOTH_UNDERFIT], n)}.")
+        lines.append(f"Both underfit {_where(by[BOTH_UNDERFIT], analysis, n)}.")
     if by[INCONCLUSIVE] and decided:
-        lines.append(f"{_where(by[INCONCLUSIVE], n).capitalize()} the study is inconclusive.")
+        lines.append(f"{_where(by[INCONCLUSIVE], analysis, n).capitalize()} the study is inconclusive.")
     misleading = [v for v in decided if v.misleading]
     if misleading:
-        lines.append(f"The plain gap between training and test accuracy says the opposite {_where(misleading, n)}.")
+        lines.append(
+            f"The plain gap between training and test accuracy says the opposite {_where(misleading, analysis, n)}."
+        )
     lines.append(_largest(analysis, a, b))
     return lines
 
 
 def _largest(analysis: Analysis, a: str, b: str) -> str:
-    """Accuracies where there is most data, under the arm with the best test accuracy of each model."""
+    """Accuracies where there is most data, under the arm with the best validation accuracy of each model."""
     size = analysis.sizes[-1]
     best = []
     for model in (a, b):
         groups = [g for g in analysis.select(model=model, size=size, noise=0) if "test_acc" in g.estimates]
         if not groups:
             return ""
-        best.append(max(groups, key=lambda g: _mean(g, "test_acc")))
+        best.append(max(groups, key=lambda g: _mean(g, "val_acc")))
     images = best[0].images
     texts = [
-        f"{g.model} reached {_mean(g, 'test_acc'):.1%} test accuracy (training {_mean(g, 'train_acc'):.1%}, arm {g.arm})"
+        f"{g.model} reached {_percent(g, 'test_acc')} test accuracy (training {_percent(g, 'train_acc')}, arm {g.arm})"
         for g in best
     ]
     return f"With {images:,} images, {texts[0]} and {texts[1]}."
@@ -121,13 +126,14 @@ def _context(analysis: Analysis) -> str:
     for model, kind in kinds.items():
         for group in analysis.select(model=model, size=size, arm=arm, noise=0):
             if "test_acc" in group.estimates:
-                parts.append(f"{model} {_mean(group, 'train_acc'):.1%} and {_mean(group, 'test_acc'):.1%}")
+                parts.append(f"{model} {_percent(group, 'train_acc')} and {_percent(group, 'test_acc')}")
                 if kind == "attention" and _mean(group, "train_acc") < analysis.rule.fits:
                     low.append(model)
     if not parts:
         return ""
-    here = f"Here, with {sizes[size]:,} {'' if name == 'cifar10' else f'{name} '}images and arm {arm}, training and test accuracy are: {'; '.join(parts)}."
-    fitted = f"{_join(low)} did not fit them either." if low else "No attention model underfits here."
+    what = "" if name == "cifar10" else f"{name} "
+    here = f"Here, with {sizes[size]:,} {what}images and arm {arm}, training and test accuracy are: {'; '.join(parts)}."
+    fitted = f"{_join(low)} did not fit them either." if low else "Here no attention model underfits."
     other = "" if name == "cifar10" else " These are other images, so the figures themselves do not compare."
     return f"{PUBLISHED} {here} {fitted}{other}"
 
@@ -135,20 +141,36 @@ def _context(analysis: Analysis) -> str:
 # -- words ------------------------------------------------------------------------------------------
 
 
-def _where(verdicts: Sequence[Verdict], n: int) -> str:
-    """``in 3 of 6 comparisons (63 and 314 images, arm none; …)``."""
+def _where(verdicts: Sequence[Verdict], analysis: Analysis, n: int) -> str:
+    """``in 3 of 6 comparisons (63 and 314 images, arm none; all sizes, arm full)``."""
+    if len(verdicts) == n:
+        return f"in all {n} comparisons" if n > 1 else "in the one comparison"
     arms: dict[str, list[int]] = {}
     for verdict in verdicts:
         arms.setdefault(verdict.arm, []).append(verdict.images)
-    places = "; ".join(f"{_join([f'{i:,}' for i in sorted(images)])} images, arm {arm}" for arm, images in arms.items())
-    share = "in all" if len(verdicts) == n > 1 else f"in {len(verdicts)} of"
-    return f"{share} {_count(n, 'comparison')} ({places})"
+    whole = len(analysis.sizes)
+    places = [f"{_sizes(images, whole)}, arm {arm}" for arm, images in arms.items()]
+    return f"in {len(verdicts)} of {_count(n, 'comparison')} ({'; '.join(places)})"
+
+
+def _amounts(verdicts: Sequence[Verdict]) -> str:
+    found = sorted(abs(v.gap_loss.difference.mean or 0.0) for v in verdicts if v.gap_loss)
+    low, high = f"{found[0]:.2g}", f"{found[-1]:.2g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _sizes(images: list[int], whole: int) -> str:
+    return "all sizes" if len(images) == whole > 1 else _join([f"{n:,}" for n in sorted(images)]) + " images"
 
 
 def _mean(group: Group, measure: str) -> float:
     mean = group.estimates[measure].mean
     assert mean is not None
     return mean
+
+
+def _percent(group: Group, measure: str) -> str:
+    return f"{100 * _mean(group, measure):.1f}\u00a0%"
 
 
 def _of(part: int, whole: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vision_attn.contrast.analysis import Analysis
 from vision_attn.contrast.statistics import Comparison, Estimate
-from vision_attn.contrast.verdict import BOTH_UNDERFIT, INCONCLUSIVE, LESS, MORE, Verdict
+from vision_attn.contrast.verdict import INCONCLUSIVE, Verdict
 
 
 @dataclass(frozen=True)
@@ -40,44 +40,53 @@ class Table:
 
 def verdicts(analysis: Analysis) -> Table:
     """Every verdict with the numbers it rests on."""
+    pairs = list(dict.fromkeys((v.a, v.b) for v in analysis.verdicts))
+    several = len(pairs) > 1
     columns = [
+        *(_columns("models", number=False) if several else []),
         *_columns("verdict", "arm", number=False),
         *_columns(
-            "images", "training loss", "gap, loss", "gap, accuracy", "rise", "plain gap", "p", "p, study", "pairs"
+            "images", "at loss", "Δ gap, loss", "Δ gap, accuracy", "Δ rise", "Δ plain gap", "p", "p, all", "pairs"
         ),
-        *_columns("why", number=False),
+        *_columns("remark", number=False),
     ]
     rows = [
         [
+            *([Entry(f"{v.a}, {v.b}")] if several else []),
             Entry(verdict_words(v)),
             Entry(v.arm),
             _count(v.images),
             _number(v.loss, ".3g"),
-            _difference(v.gap_loss, "+.3g"),
+            _difference(v.gap_loss, "+.3f"),
             _difference(v.gap_acc, "+points"),
-            _difference(v.rise, "+.3g"),
+            _difference(v.rise, "+.3f"),
             _difference(v.naive, "+points"),
             _p(v.p),
             _p(v.p_study),
             _count(len(v.seeds)),
-            Entry(v.reason + ("; the plain gap says the opposite" if v.misleading else "")),
+            Entry(_remark(v)),
         ]
-        for v in analysis.verdicts
+        for v in sorted(analysis.verdicts, key=lambda v: (v.a, v.b, analysis.arms.index(v.arm), v.size))
     ]
-    pairs = sorted({(v.a, v.b) for v in analysis.verdicts})
-    which = f"{pairs[0][0]} minus {pairs[0][1]}" if len(pairs) == 1 else "first minus second model"
+    which = "first minus second model" if several or not pairs else f"{pairs[0][0]} minus {pairs[0][1]}"
     return Table(columns, rows, f"Differences, {which}, with 95 % intervals; losses in nats, accuracies in points")
 
 
 def verdict_words(verdict: Verdict) -> str:
     """``vit overfits more`` and the like."""
-    pair = f"{verdict.a}, {verdict.b}: "
-    return {
-        MORE: f"{verdict.a} overfits more than {verdict.b}",
-        LESS: f"{verdict.a} overfits less than {verdict.b}",
-        BOTH_UNDERFIT: pair + BOTH_UNDERFIT,
-        INCONCLUSIVE: pair + INCONCLUSIVE,
-    }[verdict.outcome]
+    return f"{verdict.a} overfits {verdict.outcome}" if verdict.decided else verdict.outcome
+
+
+def _remark(verdict: Verdict) -> str:
+    """What the other columns do not say."""
+    if not verdict.decided:
+        return (
+            ""
+            if verdict.p is not None and verdict.outcome == INCONCLUSIVE and not verdict.contradicts
+            else verdict.reason
+        )
+    words = [f"{model} underfits" for model in verdict.underfits]
+    return "; ".join([*words, *(["the plain gap says the opposite"] if verdict.misleading else [])])
 
 
 def results(analysis: Analysis) -> Table:
@@ -108,7 +117,7 @@ def results(analysis: Analysis) -> Table:
             *(_estimate(g.estimates.get(key), style) for key, style in keys.items()),
             Entry(f"{len(g.runs)} of {g.planned}" if len(g.runs) < g.planned else str(g.planned), sort=len(g.runs)),
         ]
-        for g in analysis.groups
+        for g in sorted(analysis.groups, key=lambda g: (g.noise > 0, analysis.arms.index(g.arm), g.size, g.noise))
     ]
     return Table(columns, rows)
 
@@ -228,10 +237,12 @@ def _p(value: float | None) -> Entry:
 def _estimate(estimate: Estimate | None, style: str) -> Entry:
     if estimate is None or estimate.mean is None:
         return Entry("–")
-    ends = ""
-    if estimate.low is not None and estimate.high is not None:
-        ends = f"[{show(estimate.low, style, unit=False)}, {show(estimate.high, style, unit=False)}]"
-    return Entry(show(estimate.mean, style), ends, estimate.mean)
+    ends = None if estimate.low is None or estimate.high is None else (estimate.low, estimate.high)
+    return Entry(show(estimate.mean, style), _range(ends, style), estimate.mean)
+
+
+def _range(ends: tuple[float, float] | None, style: str) -> str:
+    return f"[{show(ends[0], style, unit=False)}, {show(ends[1], style, unit=False)}]" if ends else ""
 
 
 def _difference(comparison: Comparison | None, style: str) -> Entry:

@@ -73,6 +73,7 @@ class Verdict:
         gap_acc: the same in accuracy.
         rise: the same for the rise of the validation loss up to there.
         naive: difference a − b of the plain gaps, training − test accuracy after the last step.
+        contradicts: step 5 of the rule applied.
         misleading: the plain gap says significantly the opposite of the verdict.
         p: of the test of ``gap_loss``.
         p_study: ``p``, adjusted for all verdicts of the study.
@@ -93,6 +94,7 @@ class Verdict:
     gap_acc: Comparison | None = None
     rise: Comparison | None = None
     naive: Comparison | None = None
+    contradicts: bool = False
     misleading: bool = False
     p: float | None = None
     p_study: float | None = None
@@ -183,7 +185,8 @@ def _judge_gaps(verdict: Verdict, rule: Rule) -> Verdict:
     if verdict.p > rule.alpha:
         return replace(verdict, reason=f"{where} the gaps do not differ significantly")
     if _opposes(rise, gap.mean, rule):
-        return replace(verdict, reason=f"{where} the gap says one thing, the rise of the validation loss the other")
+        reason = f"{where} the gap says one thing, the rise of the validation loss the other"
+        return replace(verdict, reason=reason, contradicts=True)
     outcome = MORE if gap.mean > 0 else LESS
     misleading = _opposes(verdict.naive, gap.mean, rule)
     amount = "larger" if gap.mean > 0 else "smaller"

@@ -12,13 +12,13 @@ def rule_steps(rule: Rule) -> list[str]:
     """The rule of the verdicts, step by step, with its thresholds."""
     return [
         "Fewer than two pairs of seeds ended: inconclusive.",
-        f"Neither model fits its training images and neither validation loss turned: both underfit. A model fits when "
-        f"its mean training accuracy is at least {rule.fits:.0%}; its validation loss turned when it ends more than "
-        f"{rule.turned:.0%} above its lowest value.",
-        f"There is no training loss below {rule.informative:.0%} of guessing that every seed of both models reaches: "
-        "inconclusive.",
+        "Neither model fits its training images and neither validation loss turned: both underfit. A model fits when "
+        f"its mean training accuracy is at least {_percent(rule.fits)}; its validation loss turned when it ends more "
+        f"than {_percent(rule.turned)} above its lowest value.",
+        f"There is no training loss below {_percent(rule.informative)} of guessing that every seed of both models "
+        "reaches: inconclusive.",
         "The gaps in loss, validation minus training, are read off each trajectory where it first reaches the lowest "
-        f"training loss that all reach. No significant difference at {rule.alpha:.0%}: inconclusive.",
+        f"training loss that all reach. No significant difference at {_percent(rule.alpha)}: inconclusive.",
         "The rise of the validation loss up to that point differs significantly the other way: inconclusive.",
         "Otherwise the model with the larger gap overfits more.",
     ]
@@ -31,14 +31,14 @@ def limits() -> list[str]:
         "percentile bootstraps over seeds, stretched so that they cover 95 % of normal samples of the same size; "
         "unstretched they would cover 68 % with three seeds and 84 % with five. For skewed values (exponential) "
         "the stretched interval covers 89 %. One seed gives no interval.",
-        "Differences in the verdicts carry the shorter of a paired and an unpaired t interval, each widened so that "
-        "the shorter one covers 95 % when the pairs have nothing in common, and more when they do. In simulation with "
-        "five seeds the rule finds a difference of two standard deviations of the paired differences in at least 84 %; "
-        "of two standard deviations of each model's own seeds in 75 % when pairs are uncorrelated (the best unbiased "
-        "test finds 79 %) and in 80 % or more from a correlation of 0.2. With three seeds it finds about 40 % of the "
+        "Differences in the verdicts carry the shorter of a paired and an unpaired (Welch) t interval, each widened so "
+        "that the shorter one covers 95 % when the pairs have nothing in common, and more when they do. In simulation "
+        "with five seeds the rule finds a difference of two standard deviations of the paired differences in at least "
+        "85 %; of two standard deviations of each model's own seeds in 74 % when pairs are uncorrelated (the best "
+        "unbiased test finds 79 %) and in 82 % at a correlation of 0.3. With three seeds it finds 33 to 38 % of the "
         "latter, so an inconclusive verdict there says little.",
         "A single verdict is wrong in at most 5 % of cases where the models do not differ. Over a study that adds "
-        "up, so “p, study” allows for all tests at once (Holm), and filled verdicts are those that still stand.",
+        "up, so “p, all” allows for all tests at once (Holm), and filled verdicts are those that still stand.",
         "A model that trains faster reaches the common training loss earlier, at a higher learning rate; part of a "
         "difference in gaps can come from that. The trajectories show where.",
     ]
@@ -48,7 +48,7 @@ def protocol(analysis: Analysis) -> list[str]:
     """What was done, with every default."""
     study, config = analysis.study, analysis.study.config
     match: dict[str, Any] = study.facts["match"]
-    within = "not demanded" if match.get("tolerance") is False else f"within {float(match['tolerance']):.0%}"
+    within = "not demanded" if match.get("tolerance") is False else f"within {_percent(float(match['tolerance']))}"
     models = ", ".join(f"{m['model']} {m['params']:,} and {m['macs']:,}" for m in study.facts["models"])
     images = ", ".join(f"{100 * s:g} % ({n:,})" for s, n in sorted({(c.size, c.images) for c in study.cells}))
     steps = sorted({c.steps for c in study.cells})
@@ -92,6 +92,10 @@ def _noise(analysis: Analysis) -> str:
     noisy = [g for g in analysis.groups if g.noise > 0]
     if not noisy:
         return "none"
-    levels = ", ".join(f"{level:.0%}" for level in sorted({g.noise for g in noisy}))
+    levels = ", ".join(f"{_percent(level)}" for level in sorted({g.noise for g in noisy}))
     sizes = ", ".join(f"{n:,}" for n in sorted({g.images for g in noisy}))
     return f"{levels} of the labels at {sizes} images, arm {', '.join(sorted({g.arm for g in noisy}))}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g}\u00a0%"
