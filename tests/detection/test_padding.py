@@ -133,7 +133,9 @@ def test_verb(tmp_path, monkeypatch, capsys):
     assert main([*call, "exact", "--annotations", "a.json"]) == 0
     out = capsys.readouterr().out
     assert out.count("holds") == out.count("AP 0.") == 8
-    assert "on 3 images of 3 sizes" in out
+    assert "on 3 images of 3 sizes, float32" in out
+    assert main([*call, "exact", "--dtype", "float64"]) == 0
+    assert "e-0" not in capsys.readouterr().out.split("alone, without padding")[1].replace("0.0e+00", "")
     assert main([*call, "original", "--json", "out.json"]) == 1
     out = capsys.readouterr().out
     assert "FAILS" in out
@@ -144,6 +146,7 @@ def test_verb(tmp_path, monkeypatch, capsys):
     for bad, words in (
         ([*call, "classifier"], "only detectors"),
         ([*call, "exact", "--batch_size", "1"], "at least two images"),
+        ([*call, "exact", "--dtype", "half"], "float32 or float64"),
         (["check", "padding", "images/1.png", "--ckpt_path", "exact"], "One image makes no batch"),
         ([*call, "exact", "--annotations", "exact/config.json"], "no images with file_name"),
     ):

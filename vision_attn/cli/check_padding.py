@@ -32,11 +32,18 @@ def padding(argv: list[str]) -> int:
     parser.add_argument("--ckpt_path", required=True, help=".ckpt, .safetensors, .pth, or the folder of a run or model")
     parser.add_argument("--annotations", type=str | None, default=None, help="their COCO file, for average precision")
     parser.add_argument("--batch_size", type=int, default=4, help="largest batch")
+    parser.add_argument(
+        "--dtype", type=str, default="float32", help="float32, or float64, where nothing is left of rounding errors"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps …")
     parser.add_argument("--json", type=str | None, default=None, help="write the result to this file, - for stdout")
     options = parse(parser, argv)
     if options.batch_size < 2:
         raise UserError(f"--batch_size {options.batch_size}: at least two images make a batch.")
+    if options.dtype not in ("float32", "float64"):
+        raise UserError(f"--dtype {options.dtype}: choose float32 or float64.")
+
+    import torch
 
     from vision_attn.checkpoints import load_model
     from vision_attn.detection.inference import prepare
@@ -53,7 +60,9 @@ def padding(argv: list[str]) -> int:
     if len(pictures) < 2:
         raise UserError("One image makes no batch: give at least two, best of different sizes.")
     truth = None if options.annotations is None else _truth(options.annotations, sources, model)
-    images = [x.to(device) for x in prepare(pictures, model.config)]
+    dtype = getattr(torch, options.dtype)
+    model.to(dtype)
+    images = [x.to(device, dtype) for x in prepare(pictures, model.config)]
     sizes = [(picture.height, picture.width) for picture in pictures]
     counts = sorted({2, min(options.batch_size, len(images))})
     movements = padding_certificate(model, images, sizes, batch_sizes=counts, truth=truth)
@@ -80,7 +89,8 @@ def _report(movements: list[Movement], model: Any, what: str, options: Any) -> N
 
     width = max(len(movement.setting) for movement in movements)
     lines = [
-        f"{model.config['name']} ({options.ckpt_path}) on {what}; allowed: {SCORE:.0e} in score, {PIXELS:.0e} pixels"
+        f"{model.config['name']} ({options.ckpt_path}) on {what}, {options.dtype}; "
+        f"allowed: {SCORE:.0e} in score, {PIXELS:.0e} pixels"
     ]
     for movement in movements:
         verdict = "holds" if movement.holds else "FAILS"

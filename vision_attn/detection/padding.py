@@ -21,7 +21,7 @@ from vision_attn.errors import UserError
 from vision_attn.layers.padding import pad_together
 
 SCORE, PIXELS = 1e-4, 1e-3
-"""How far a score and an edge of a box (in pixels of the original image) may move, in single precision."""
+"""How far a score and an edge of a box (in pixels of the image as the model sees it) may move, in single precision."""
 MARGINS = ((1, 0), (0, 7), (32, 32), (61, 160))
 """Rows and columns of padding for an image alone: less than a token, some tokens, not a whole number of tokens."""
 
@@ -33,7 +33,7 @@ class Movement:
     Attributes:
         setting: in words.
         score: largest change of a class probability, over images, queries and classes.
-        pixels: largest change of an edge of a box, in pixels of the original images.
+        pixels: largest change of an edge of a box, in pixels of the images as the model sees them.
         ap: average precision in this setting; None without annotations.
     """
 
@@ -78,7 +78,7 @@ def padding_certificate(
     Args:
         model: a detector; its mode is kept.
         images: normalised (C, h, w) of any sizes, best of several.
-        sizes: (height, width) of each original image.
+        sizes: (height, width) of each original image, for average precision.
         batch_sizes: how many images go together.
         margins: rows and columns that are added to an image alone.
         truth: annotations for average precision.
@@ -98,7 +98,7 @@ def padding_certificate(
         alone = [_found(model, image[None], None, [size])[0] for image, size in zip(images, sizes, strict=True)]
         movements = [Movement("each image alone, without padding", 0.0, 0.0, _precision(model, alone, sizes, truth))]
         for setting, found in _settings(model, images, sizes, batch_sizes, margins):
-            moved = [_moved(model, a, b, size) for a, b, size in zip(alone, found, sizes, strict=True)]
+            moved = [_moved(model, a, b, image) for a, b, image in zip(alone, found, images, strict=True)]
             score, pixels = (float(torch.tensor(column).max()) for column in zip(*moved, strict=True))  # keeps NaN
             movements.append(Movement(setting, score, pixels, _precision(model, found, sizes, truth)))
     finally:
@@ -145,9 +145,10 @@ def _found(
     return [{key: outputs[key][i : i + 1] for key in ("pred_logits", "pred_boxes")} for i in range(len(sizes))]
 
 
-def _moved(model: Any, a: dict[str, Tensor], b: dict[str, Tensor], size: tuple[int, int]) -> tuple[float, float]:
-    """Largest change of a score and of an edge in pixels."""
-    scale = a["pred_boxes"].new_tensor([size[1], size[0], size[1], size[0]])
+def _moved(model: Any, a: dict[str, Tensor], b: dict[str, Tensor], image: Tensor) -> tuple[float, float]:
+    """Largest change of a score and of an edge in pixels of the image (C, h, w)."""
+    height, width = image.shape[1:]
+    scale = a["pred_boxes"].new_tensor([width, height, width, height])
     scores, boxes = [], []
     for outputs in (a, b):
         logits = outputs["pred_logits"][0]
