@@ -10,17 +10,29 @@ import vision_attn
 ROOT = Path(vision_attn.__file__).parent
 FORBIDDEN = {"scaled_dot_product_attention", "flex_attention", "MultiheadAttention"}
 # Softmax over classes is no attention; these are the only places that may do it.
-CLASS_SOFTMAX = {"inference.py", "training/pictures.py", "training/classifier.py"}
-LAYERS = ["attention", "layers", "models", "certificates", "data", "checkpoints", "explain", "training", "cli"]
+CLASS_SOFTMAX = {
+    "inference.py",
+    "training/pictures.py",
+    "training/classifier.py",
+    "detection/criterion.py",
+    "detection/matcher.py",
+    "detection/padding.py",
+    "detection/postprocess.py",
+    "contrast/measures.py",
+}
+LAYERS = ["attention", "layers", "models", "certificates", "data", "detection", "checkpoints", "explain", "training"]
+LAYERS += ["contrast", "lessons", "cli"]
 MAY_IMPORT = {
     "attention": set(),
     "layers": {"attention"},
-    "models": {"attention", "layers"},
+    "models": {"attention", "layers", "detection"},  # detection: denoising queries
     "certificates": {"attention", "layers", "models", "training"},  # training: the contrastive loss
     "data": set(),
+    "detection": {"attention", "layers", "data"},
     "checkpoints": {"attention", "layers", "models"},
-    "explain": {"attention", "layers", "models", "checkpoints"},
-    "training": {"attention", "layers", "models", "data", "checkpoints", "explain"},
+    "explain": {"attention", "layers", "models", "checkpoints", "detection"},
+    "training": {"attention", "layers", "models", "data", "detection", "checkpoints", "explain"},
+    "lessons": {"attention", "layers", "models", "detection", "explain"},
 }
 
 

@@ -2,12 +2,12 @@
 
 What a scene is made of (numbers are drawn uniformly unless it says otherwise):
 
-- a 96 x 96 canvas whose ground runs linearly from one colour to another, at most 0.25 apart in each channel,
-  in any direction;
-- 0 to 6 pieces of clutter: straight strokes, 4 to 30 pixels long and 1 to 3 wide, in a colour at most 0.3 away from the
+- a 96 x 96 canvas whose dark ground (each channel at most 0.4) runs linearly from one colour to another, at most 0.2
+  apart in each channel, in any direction;
+- 0 to 6 pieces of clutter: straight strokes, 4 to 30 pixels long and 1 to 3 wide, in a colour at most 0.2 away from the
   ground's in each channel;
 - 1 to 5 digits, scans of one split only. A scan is cut to its ink, brought to a longer side of 16 to 40 pixels, turned
-  by up to 12 degrees, sharpened to a stroke with soft edges, and laid on in one colour at least 0.35 away from the
+  by up to 12 degrees, sharpened to a stroke with soft edges, and laid on in one colour at least 0.35 lighter than the
   ground in luma;
 - normal noise with a deviation of 0 to 0.06.
 
@@ -43,8 +43,10 @@ SIZES = (16, 40)  # longer side of a digit's ink, pixels, before it is turned
 TURN = 12.0  # degrees
 MAX_IOU, MAX_COVER, TRIES = 0.1, 0.2, 30
 MIN_CONTRAST = 0.35
+DARK = 0.4  # the lightest a channel of the ground may be
+RUN, NEAR = 0.2, 0.2  # how far a channel changes along the ground, and of clutter from the ground
 CLUTTER, NOISE = 6, 0.06
-VERSION = 1  # of this recipe: part of the folder's name, so that other scenes are never mistaken for these
+VERSION = 2  # of this recipe: part of the folder's name, so that other scenes are never mistaken for these
 _LUMA = np.array([0.299, 0.587, 0.114])
 _HUFFMAN = 2  # zlib's strategy: noise holds nothing to look for, a third of the time and no more bytes
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -202,8 +204,8 @@ def compose(rng: np.random.Generator, inks: list[Image.Image]) -> tuple[np.ndarr
 
 def _ground(rng: np.random.Generator) -> np.ndarray:
     """(96, 96, 3) float32 in 0...1, a linear run between two colours."""
-    one = rng.uniform(0.0, 1.0, 3).astype(np.float32)
-    other = (one + rng.uniform(-0.25, 0.25, 3)).clip(0.0, 1.0).astype(np.float32)
+    one = rng.uniform(0.0, DARK, 3).astype(np.float32)
+    other = (one + rng.uniform(-RUN, RUN, 3)).clip(0.0, DARK).astype(np.float32)
     angle = rng.uniform(0.0, 2.0 * math.pi)
     steps = np.arange(SIDE, dtype=np.float32) / (SIDE - 1) - 0.5
     run = (steps * math.cos(angle) + steps[:, None] * math.sin(angle)) / math.sqrt(2.0) + 0.5
@@ -218,7 +220,7 @@ def _clutter(rng: np.random.Generator, ground: np.ndarray) -> np.ndarray:
         length, angle = rng.uniform(4.0, 30.0), rng.uniform(0.0, 2.0 * math.pi)
         end = (x + length * math.cos(angle), y + length * math.sin(angle))
         near = ground[min(int(y), SIDE - 1), min(int(x), SIDE - 1)]
-        colour = (near + rng.uniform(-0.3, 0.3, 3)).clip(0.0, 1.0)
+        colour = (near + rng.uniform(-NEAR, NEAR, 3)).clip(0.0, 1.0)
         ink = tuple(int(v) for v in (colour * 255.0).round())
         draw.line([(x, y), end], fill=ink, width=int(rng.integers(1, 4)))
     return np.asarray(picture).astype(np.float32) / 255.0
@@ -246,10 +248,10 @@ def _extent(chosen: np.ndarray) -> tuple[int, int, int, int]:
 
 
 def _contrasting(rng: np.random.Generator, luma: float) -> np.ndarray:
-    """A colour (3,) whose luma is far enough from ``luma``."""
+    """A colour (3,) that is enough lighter than ``luma``."""
     while True:
         colour = rng.uniform(0.0, 1.0, 3)
-        if abs(float(colour @ _LUMA) - luma) >= MIN_CONTRAST:
+        if float(colour @ _LUMA) - luma >= MIN_CONTRAST:
             return colour
 
 
