@@ -17,7 +17,7 @@ from vision_attn.data.coco import read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths
 from vision_attn.data.coco_table import CocoTable, choose_categories, fit_boxes, match_categories
 from vision_attn.data.config import AugmentConfig
-from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker
+from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker, jitter_in_pieces
 from vision_attn.data.detection_layouts import LAYOUTS, check_value, choose_resize
 from vision_attn.data.detection_loader import DetectionEvalLoader, DetectionTrainLoader
 from vision_attn.data.detection_sets import Boxes, DetectionSet, make_targets
@@ -26,7 +26,6 @@ from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
 from vision_attn.data.findings import Findings
 from vision_attn.data.loader import rank_and_world
 from vision_attn.data.pixels import CachedPixels, FilePixels, MemoryPixels, Pixels
-from vision_attn.data.policy import color_jitter
 from vision_attn.data.randomness import Stream, uniforms
 from vision_attn.data.sources import Split, data_root
 from vision_attn.errors import UserError, closest
@@ -353,7 +352,7 @@ class DetectionData(LightningDataModule):
         if "epoch" in batch and self.augment.color_jitter:
             streams = (Stream.BRIGHTNESS, Stream.CONTRAST, Stream.SATURATION)
             draw = uniforms(self.seed, batch["epoch"], batch["index"], streams)
-            images = color_jitter(images, self.augment.color_jitter, draw, mask)
+            images = jitter_in_pieces(images, self.augment.color_jitter, draw, mask)
         images = self.augmenter.normalize(images)
         if mask is not None:
             images = images.mul_(mask[:, None])
