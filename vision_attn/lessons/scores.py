@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,11 +193,14 @@ def scores() -> Numbers:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         q, k, wide = torch.randn(1, 1, 4, 3), torch.randn(1, 1, 6, 3), torch.randn(1, 1, 6, 5)
+        general: Any
+        additive: Any
+        concat: Any
         general, other = make_score("general", 1, 3), make_score("general", 1, 3, 5)
         additive, concat = make_score("additive", 1, 3), make_score("concat", 1, 3)
         location = make_score("location", 1, 3)
         changed = torch.randn_like(k)
-    made = {"dot": "dot", "general": general, "additive": additive, "location": location}
+    made: dict[str, Any] = {"dot": "dot", "general": general, "additive": additive, "location": location}
     with torch.no_grad():
         general.weight.copy_(torch.eye(3)[None])
         concat.weight.copy_(torch.cat([additive.query, additive.key], -1))

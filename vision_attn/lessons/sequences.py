@@ -108,7 +108,7 @@ A model that writes a sequence may look back only. Its mask, and the weights of 
          k1  k2  k3  k4        k1     k2     k3     k4
 {table}
 Hidden pairs get the weight {hidden:.0f}, and rows still sum to 1. Change the fourth token, and the first three results change by {past:.0e}, the fourth by {future:.2f}: the past does not know.
-The diagonal belongs to the mask: without it the first token may look at nothing. Softmax over nothing is {plain} in plain PyTorch, and spreads to everything it touches; the core gives zeros for such a row ({empty:.0f}), forward and backward.
+The diagonal belongs to the mask: without it the first token may look at nothing. Softmax over nothing is 0/0 = {plain}, and spoils everything it touches; the core gives zeros for such a row ({empty:.0f}), forward and backward.
 """,
         "{mechanism} says once that tokens after i are hidden at step i, and later that only those before t are seen at step t. The first is right: a token sees itself.",
     ),
@@ -119,7 +119,7 @@ The diagonal belongs to the mask: without it the first token may look at nothing
          k1  k2  k3  k4        k1     k2     k3     k4
 {table}
 被遮住的位置权重为 {hidden:.0f}，每行之和仍为 1。改动第四个 token，前三个结果变化 {past:.0e}，第四个变化 {future:.2f}：过去对未来一无所知。
-掩码包含对角线：否则第一个 token 什么也看不到。对空集取 softmax，在 PyTorch 里直接计算会得到 {plain}，并污染它碰到的一切；本库对这样的行给出零（{empty:.0f}），前向和反向都是如此。
+掩码包含对角线：否则第一个 token 什么也看不到。对空集取 softmax 就是 0/0 = {plain}，它会污染碰到的一切；本库对这样的行给出零（{empty:.0f}），前向和反向都是如此。
 """,
         "{mechanism}先说在时刻 i，大于 i 的时刻没有结果，后来又说只能对时刻 t 之前的输入计算注意力。前一种说法才对：token 看得到自己。",
     ),
@@ -135,9 +135,12 @@ def mask() -> Numbers:
         x[:, :, 3] += 1.0
     moved = (attend(*changed, mask=lower) - before)[0, 0].abs().amax(-1)
     strict = lower.tril(-1)
-    alone = torch.full((4,), -math.inf).softmax(-1)  # what a row without any key comes to, taken literally
+    nothing = torch.full((4,), -math.inf).exp()  # a row without any key, taken literally
     lines = (
-        f"  q{i + 1}     " + "   ".join("✓" if x else "✗" for x in lower[i]) + "       " + "  ".join(f"{x:.3f}" for x in weights[i])
+        f"  q{i + 1}     "
+        + "   ".join("✓" if x else "✗" for x in lower[i])
+        + "       "
+        + "  ".join(f"{x:.3f}" for x in weights[i])
         for i in range(4)
     )
     return {
@@ -147,7 +150,7 @@ def mask() -> Numbers:
         "hidden": float(weights[~lower].abs().max()),
         "past": float(moved[:3].max()),
         "future": float(moved[3]),
-        "plain": str(float(alone[0])),
+        "plain": str(float(nothing[0] / nothing.sum())),
         "empty": float(attend(q, k, v, mask=strict)[0, 0, 0].abs().max()),
     }
 
@@ -195,8 +198,8 @@ def matrix() -> Numbers:
     generator = torch.Generator().manual_seed(3)
     q, k, v = (1.5 * torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(3))
     rows = attention_weights(q[None, None], k[None, None])[0, 0]  # (query, key)
-    columns = (k @ q.T / math.sqrt(3)).softmax(0)  # (key, query): written out, as a textbook has it
-    crossed = (k @ q.T / math.sqrt(3)).softmax(1)
+    powers = (k @ q.T / math.sqrt(3)).exp()  # (key, query): written out, as a textbook has it
+    columns, crossed = powers / powers.sum(0), powers / powers.sum(1, keepdim=True)
     out = attend(q[None, None], k[None, None], v[None, None])[0, 0]
     unscaled = attend(q[None, None], k[None, None], v[None, None], score="dot")[0, 0]
     layer = Attention(8, 2)
@@ -312,8 +315,7 @@ Vaswani 等人（2017）的解码器层依次是：自注意力，对编码器�
 def decoder() -> Numbers:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        words = {"dropout": 0.0, "batch_first": True, "norm_first": False}
-        theirs = torch.nn.TransformerDecoderLayer(8, 2, 16, **words).eval()
+        theirs = torch.nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
         ours = DecoderLayer(8, 2, mlp_ratio=2.0, causal=True, pre_norm=False, act="relu", norm_eps=1e-5).eval()
         _copy(theirs, ours)
         x, context = 2 * torch.randn(1, 5, 8), 2 * torch.randn(1, 7, 8)
@@ -336,5 +338,5 @@ def _copy(theirs: torch.nn.TransformerDecoderLayer, ours: DecoderLayer) -> None:
         mine.proj.load_state_dict(other.out_proj.state_dict())
     ours.mlp.fc1.load_state_dict(theirs.linear1.state_dict())
     ours.mlp.fc2.load_state_dict(theirs.linear2.state_dict())
-    for mine, other in ((ours.norm1, theirs.norm1), (ours.norm2, theirs.norm2), (ours.norm3, theirs.norm3)):
-        mine.load_state_dict(other.state_dict())
+    for norm in ("norm1", "norm2", "norm3"):
+        getattr(ours, norm).load_state_dict(getattr(theirs, norm).state_dict())

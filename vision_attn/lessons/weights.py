@@ -158,7 +158,9 @@ def draw_soft_hard(numbers: Numbers, path: Path, say: Say) -> None:
         left, right = axes[0]
         left.plot(range(1, len(numbers["running"]) + 1), numbers["running"], color=COLORS[0], lw=1.2)
         left.axhline(numbers["soft"], color=COLORS[1], ls="--", label=say("soft attention", "软注意力"))
-        left.set(xscale="log", xlabel=say("hard samples", "硬注意力的采样次数"), title=say("their mean", "采样的平均值"))
+        left.set(
+            xscale="log", xlabel=say("hard samples", "硬注意力的采样次数"), title=say("their mean", "采样的平均值")
+        )
         left.legend()
         places = torch.arange(5)
         for shift, key, color, label in (
@@ -249,7 +251,7 @@ def draw_causes(numbers: Numbers, path: Path, say: Say) -> None:
 
 @lesson(
     "causes",
-    proofs=("38", "39"),
+    proofs=("38*",),
     draw=draw_causes,
     en=Text(
         "Weights are not causes",

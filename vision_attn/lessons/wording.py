@@ -11,7 +11,7 @@ WIDTH = 96  # columns
 # a Chinese character with the punctuation that must not begin a line, or a run of anything else, or blanks
 _PIECES = re.compile(
     r"[（《「“]*[\u2e80-\u9fff\uf900-\ufaff][，。；：、）》」”？！…]*"
-    r"|[^\s\u2e80-\u9fff\uf900-\ufaff（《「]+[，。；：、）》」”？！…]*|[（《「]+|\s+"
+    r"|[（《「]*[^\s\u2e80-\u9fff\uf900-\ufaff（《「]+[，。；：、）》」”？！…]*|[（《「]+|\s+"
 )
 _FONTS = (
     "Noto Sans CJK SC",
