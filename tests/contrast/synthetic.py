@@ -82,9 +82,10 @@ def make_study(
     models: tuple[str, ...] = ("vit", "resnet"),
     failed: tuple[str, ...] = (),
     noise_sd: float = 0.03,
+    draw: int = 5,
 ) -> Study:
     """A whole study; ``failed`` names cells that did not end well, the rest of the arguments are per model."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(draw)
     cells, results = [], []
     for size in sizes:
         for arm in arms:

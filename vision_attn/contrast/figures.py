@@ -217,7 +217,8 @@ def reach(analysis: Analysis) -> list[Panel]:
         axis.set(xlabel="depth, first to last layer", ylabel="mean distance, pixels", xlim=(-0.05, 1.05))
         axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.set_xticks([0, 0.5, 1], ["first", "middle", "last"])
-        axis.legend(loc="upper left", fontsize=7.5)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(loc="upper left", fontsize=7.5)
 
     source = "looks.json: attention_distance, receptive_field.distance; of each model the last training looked at"
     alt = "Mean attention distance per head and layer beside the effective receptive field of each block, in pixels."

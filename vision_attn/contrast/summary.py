@@ -47,37 +47,38 @@ def _setting(analysis: Analysis, data: dict[str, Any]) -> str:
 
 
 def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> list[str]:
+    """What the verdicts about two models say; those that stand only by themselves are called so."""
     n = len(verdicts)
-    by = {
-        outcome: [v for v in verdicts if v.outcome == outcome] for outcome in (MORE, LESS, BOTH_UNDERFIT, INCONCLUSIVE)
-    }
-    decided = by[MORE] + by[LESS]
+    tests = sum(v.p_study is not None for v in analysis.verdicts)
+    firm = [v for v in verdicts if v.decided and (v.p_study or 0.0) <= analysis.rule.alpha]
+    weak = [v for v in verdicts if v.decided and v not in firm]
     lines = []
-    if not decided:
+    for outcome, word, amount in ((MORE, "more", "larger"), (LESS, "less", "smaller")):
+        if found := [v for v in firm if v.outcome == outcome]:
+            lines.append(
+                f"At equal training loss, {a} overfits {word} than {b} {_where(found, analysis, n)}: "
+                f"its gap is {amount} by {_amounts(found)} nats."
+            )
+    if firm and tests > 1:
         lines.append(
-            f"No difference in overfitting between {a} and {b} could be shown in any of the {_count(n, 'comparison')}."
+            f"{'This stands' if len(firm) == 1 else 'These stand'} when all {tests} tests of the study are counted."
         )
+    if not firm:
+        counted = f" when all {tests} tests are counted" if weak else ""
+        where = f"in any of the {n} comparisons" if n > 1 else "in the one comparison"
+        lines.append(f"No difference in overfitting between {a} and {b} could be shown {where}{counted}.")
     for outcome, word in ((MORE, "more"), (LESS, "less")):
-        if by[outcome]:
+        if found := [v for v in weak if v.outcome == outcome]:
             lines.append(
-                f"At equal training loss, {a} overfits {word} than {b} {_where(by[outcome], analysis, n)}: "
-                f"its gap is {'larger' if outcome == MORE else 'smaller'} by {_amounts(by[outcome])} nats."
+                f"Significant by {'itself' if len(found) == 1 else 'themselves'} only: {a} overfits {word} "
+                f"{_where(found, analysis, n)}."
             )
-    if decided:
-        alpha = analysis.rule.alpha
-        tests = [v for v in analysis.verdicts if v.p_study is not None]
-        firm = [v for v in decided if v.p_study is not None and v.p_study <= alpha]
-        if len(tests) > 1:
-            lines.append(
-                f"Allowing for {len(tests)} tests at once, {_of(len(firm), len(decided))} of these "
-                f"verdicts {'stands' if len(firm) == 1 else 'stand'}."
-            )
-    if by[BOTH_UNDERFIT]:
-        lines.append(f"Both underfit {_where(by[BOTH_UNDERFIT], analysis, n)}.")
-    if by[INCONCLUSIVE] and decided:
-        lines.append(f"{_where(by[INCONCLUSIVE], analysis, n).capitalize()} the study is inconclusive.")
-    misleading = [v for v in decided if v.misleading]
-    if misleading:
+    for outcome, words in ((BOTH_UNDERFIT, "both underfit"), (INCONCLUSIVE, "the study is inconclusive")):
+        found = [v for v in verdicts if v.outcome == outcome]
+        if found and (firm or weak or outcome == BOTH_UNDERFIT):
+            where = _where(found, analysis, n)
+            lines.append(f"{where[0].upper()}{where[1:]} {words}.")
+    if misleading := [v for v in firm + weak if v.misleading]:
         lines.append(
             f"The plain gap between training and test accuracy says the opposite {_where(misleading, analysis, n)}."
         )
@@ -171,12 +172,6 @@ def _mean(group: Group, measure: str) -> float:
 
 def _percent(group: Group, measure: str) -> str:
     return f"{100 * _mean(group, measure):.1f}\u00a0%"
-
-
-def _of(part: int, whole: int) -> str:
-    if part == whole:
-        return "all" if whole > 1 else "the one"
-    return "none" if part == 0 else f"{part} of {whole}"
 
 
 def _count(n: int, noun: str) -> str:
