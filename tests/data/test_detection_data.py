@@ -506,3 +506,19 @@ def test_real_sets(data_root: Path, name: str, images: int, boxes: int) -> None:
     kept = {row["id"] for row in truth["images"]}
     theirs = [row["bbox"] for row in file["annotations"] if row["image_id"] in kept]
     assert sorted(row["bbox"] for row in truth["annotations"]) == sorted(theirs)
+
+
+def test_stored_images_are_evaluated_at_the_size_that_prediction_gives_them(write_coco, tmp_path):
+    """Images are kept smaller than their files; rounding that size again could give another one."""
+    from vision_attn.detection.inference import prepare
+
+    root = write_coco(tmp_path, {"train2017": 3, "val2017": 6}, side=61)
+    data = DetectionData(name="coco", root=root, img_size=47, max_size=53, batch_size=2)
+    data.setup("validate")
+    sizes = [tuple(size) for batch in data.val_dataloader() for size in batch["size"].tolist()]
+    files = sorted((root / "val2017").glob("*.png"))
+    expected = [
+        tuple(image.shape[1:]) for image in prepare([Image.open(f) for f in files], {"preprocess": data.preprocess})
+    ]
+    assert sorted(sizes) == sorted(expected)
+    assert len(set(expected)) > 2

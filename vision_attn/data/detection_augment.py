@@ -195,9 +195,15 @@ class ViewMaker:
         shown = (self.resize.output(sizes, shorter) * factor).ceil().long()
         return torch.where((shown <= sizes).all(1, keepdim=True), shown, sizes)
 
-    def evaluation(self, sizes: Tensor) -> Views:
-        """Views of whole images of (B, 2) sizes."""
-        output = self.resize.output(sizes)
+    def evaluation(self, sizes: Tensor, orig_sizes: Tensor | None = None) -> Views:
+        """Views of whole images of (B, 2) sizes.
+
+        Args:
+            sizes: of the stored images.
+            orig_sizes: of the files, where those are others. They tell the size for the model: that of a stored image,
+                which was rounded once, would give another one than prediction has.
+        """
+        output = self.resize.output(sizes if orig_sizes is None else orig_sizes)
         corner = torch.zeros_like(output)
         mirror = torch.zeros(len(sizes), 2, dtype=torch.bool)
         return Views(torch.cat([corner, sizes], 1), torch.cat([corner, output], 1), output, mirror)

@@ -43,7 +43,7 @@ LAYOUTS = {
     "coco_320": _layout("coco-320", ("train2017", "val2017"), Resize("shorter", (320, 320))),
     "bccd": _layout("bccd", ("train", "val", "test"), Resize("shorter", (480, 640))),
     "digit_scenes": _layout(
-        "", ("train", "val", "test"), Resize("stretch", (96, 96)), mean=(0.5,) * 3, std=(0.287,) * 3
+        "", ("train", "val", "test"), Resize("stretch", (96, 96)), mean=(0.244,) * 3, std=(0.18,) * 3
     ),
 }
 

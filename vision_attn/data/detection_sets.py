@@ -74,7 +74,9 @@ class DetectionSet:
     def views(self, rows: Tensor, epoch: int) -> Views:
         """The views of some images in an epoch; -1 means evaluation."""
         sizes = self.pixels.sizes[rows]
-        return self.maker.evaluation(sizes) if epoch < 0 else self.maker.training(sizes, epoch, self.index[rows])
+        if epoch < 0:
+            return self.maker.evaluation(sizes, self.orig_sizes[rows])
+        return self.maker.training(sizes, epoch, self.index[rows])
 
     def batch(self, rows: Tensor, epoch: int = -1) -> dict[str, Any]:
         """Images and boxes as they are in an epoch.
