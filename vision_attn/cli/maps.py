@@ -117,20 +117,10 @@ def _look(model: Any, files: Sequence[Path], more: Sequence[Path], choice: Choic
 
 def _read(path: Path, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(C, H, W) normalized, and (3, H, W) uint8 as the model sees it."""
-    import torch
-
     from vision_attn.data.images import read_image
-    from vision_attn.inference import preprocess
+    from vision_attn.explain.seen import as_seen
 
-    picture, settings = read_image(path), config["preprocess"]
-    if config.get("task") == "detection":
-        from vision_attn.detection.inference import prepare
-
-        x = prepare([picture], config)[0]
-    else:
-        x = preprocess([picture], config)[0]
-    mean, std = (torch.tensor(settings[key], dtype=torch.float32)[:, None, None] for key in ("mean", "std"))
-    return x, (x * std + mean).mul(255).round().clamp(0, 255).byte().expand(3, -1, -1).contiguous()
+    return as_seen(read_image(path), config)
 
 
 def _write(folder: Path, insights: Sequence[Insight]) -> list[Path]:

@@ -99,7 +99,15 @@ def draw_pointer(numbers: Numbers, path: Path, say: Say) -> None:
         axis.imshow(numbers["rows"], cmap="Blues", vmin=0, vmax=1.2)
         for row, line in enumerate(numbers["rows"]):
             for column, value in enumerate(line):
-                axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7.5)
+                axis.text(
+                    column,
+                    row,
+                    f"{value:.2f}",
+                    ha="center",
+                    va="center",
+                    color="white" if value > 0.6 else "black",
+                    fontsize=7.5,
+                )
         axis.set_xticks(range(len(numbers["inputs"])), numbers["inputs"])
         axis.set(xlabel=say("inputs", "输入"), ylabel=say("step", "步"), yticks=range(len(numbers["rows"])))
         axis.set_title(say("where each step points", "每一步指向哪里"))

@@ -166,7 +166,7 @@ def draw_windows(numbers: Numbers, path: Path, say: Say) -> None:
     with figure(path, (8.4, 2.6), 1, 4) as (_, axes):
         for axis, (title, field, kind) in zip(axes[0], panels, strict=True):
             axis.imshow(field, cmap="Blues" if kind else "tab10", vmin=0, vmax=1.3 if kind else 9)
-            axis.plot(3, 3, "o", color=COLORS[1], ms=5)
+            axis.plot(3, 3, "o", color="black", ms=5)
             axis.set(title=title, xticks=[], yticks=[])
 
 
@@ -242,7 +242,8 @@ def draw_queries(numbers: Numbers, path: Path, say: Say) -> None:
                     color=color,
                     label=name if i == 0 else None,
                 )
-                left.text(x - w / 2, y - h / 2, i, color=color, va="bottom", fontsize=7)
+                corner = (x + w / 2, y - h / 2) if color == COLORS[0] else (x - w / 2, y + h / 2)
+                left.text(*corner, i, color=color, fontsize=8)
         left.set(xlim=(0, 1), ylim=(1, 0), aspect="equal", title=say("boxes", "框"))
         left.legend(fontsize=7, bbox_to_anchor=(1.02, 1), loc="upper left")
         right.imshow(numbers["cost"], cmap="viridis")
@@ -250,7 +251,8 @@ def draw_queries(numbers: Numbers, path: Path, say: Say) -> None:
             right.plot(o, q, "s", ms=16, mfc="none", mec=COLORS[1], mew=2)
         for row, line in enumerate(numbers["cost"]):
             for column, value in enumerate(line):
-                right.text(column, row, f"{value:.1f}", ha="center", va="center", color="white", fontsize=7)
+                color = "white" if value < 3 else "black"
+                right.text(column, row, f"{value:.1f}", ha="center", va="center", color=color, fontsize=7)
         right.set(title=say("cost; the best pairing", "代价与最佳匹配"), ylabel=say("query", "查询"))
         right.set(xlabel=say("object", "目标"), xticks=range(len(numbers["objects"])))
 

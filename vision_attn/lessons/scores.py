@@ -43,6 +43,7 @@ def draw_bird(numbers: Numbers, path: Path, say: Say) -> None:
             bars = axis.bar(things, numbers[key], color=[COLORS[0]] * 3 + [COLORS[1]] + [COLORS[0]])
             axis.bar_label(bars, [f"{value:.3f}" for value in numbers[key]], fontsize=7.5)
             axis.set(ylim=(0, 1.1), title=title, ylabel=say("share of the budget", "所占份额"))
+            axis.tick_params("x", rotation=30)
 
 
 @lesson(

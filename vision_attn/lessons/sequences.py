@@ -91,7 +91,15 @@ def draw_mask(numbers: Numbers, path: Path, say: Say) -> None:
             for row, line in enumerate(numbers[key]):
                 for column, value in enumerate(line):
                     text = ("yes" if value else "no") if key == "mask" else f"{value:.2f}"
-                    axis.text(column, row, text, ha="center", va="center", fontsize=8)
+                    axis.text(
+                        column,
+                        row,
+                        text,
+                        ha="center",
+                        va="center",
+                        color="white" if value > 0.6 else "black",
+                        fontsize=8,
+                    )
             axis.set_xticks(range(4), [f"k{i + 1}" for i in range(4)])
             axis.set_yticks(range(4), [f"q{i + 1}" for i in range(4)])
             axis.set_title(title)
