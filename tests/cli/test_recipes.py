@@ -16,10 +16,10 @@ from vision_attn.training.optimizers import build_optimizer
 from vision_attn.training.run_folder import RunFolder
 from vision_attn.training.tasks import TASKS
 
-RECIPES = [  # those for detectors have a file of tests of their own
+RECIPES = [  # those for detectors, and studies, have files of tests of their own
     path
     for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-    if "task: detection" not in path.read_text(encoding="utf-8")
+    if not path.stem.startswith("contrast_") and "task: detection" not in path.read_text(encoding="utf-8")
 ]
 PROMISED = """digits_vit digits_cnn cifar10_vit cifar10_cct cifar10_resnet20 cifar10_resnet18 cifar100_vit cifar100_cct
     cifar100_resnet20 cifar10_cct_10min cifar10_cct_30min cifar10_cnn_10min cifar10_cnn_30min

@@ -98,7 +98,7 @@ def test_quick_is_small_and_valid(tiny):
     config = ContrastConfig(models=TWO, steps=[1, 2, 3, 500, 500, 500, 900])
     quick = config.quick()
     assert quick.sizes == [0.05, 0.25]
-    assert quick.steps == [3, 100]
+    assert quick.steps == [3, 150]
     assert quick.arms == ["none"]
     assert quick.noise.levels == []
     assert {quick.rates_of(name) == [1e-3, 3e-3] for name in quick.models} == {True}

@@ -19,7 +19,7 @@ RUN_OPTIONS = ("output", "jobs", "ray")
 SWITCHES = ("quick", "dry_run", "retry_failed")
 EPILOG = """Every key of a recipe can be given as an option too, e.g. --seeds 5, --data.root DIR, --arms "[none, full]",
 --models.vit.args.depth 3. They are: models, data, sizes, arms, arm_settings, noise, seeds, small_seeds, small_size,
-steps, batch_size, optimizer, learning_rates, evaluations, eval_images, match, threads, device, precision."""
+steps, batch_size, optimizer, learning_rates, evaluations, eval_images, match, threads, device, precision, rule."""
 
 
 def run(argv: list[str]) -> int:
@@ -39,9 +39,9 @@ def run(argv: list[str]) -> int:
     config, paths = configuration(study_argv)
     if options.quick:
         config = config.quick()
-    from vision_attn.contrast.runner import make_plan, usable_cores
+    from vision_attn.contrast.runner import default_jobs, make_plan
 
-    jobs = options.jobs or max(1, usable_cores() // config.threads)
+    jobs = options.jobs or default_jobs(config)
     if options.dry_run:
         from vision_attn.contrast.estimate import show_estimate
 
@@ -61,7 +61,9 @@ def _parser() -> Any:
     )
     parser.add_argument("--config", type=str | None, default=None, help="a recipe: a file, or its name")
     parser.add_argument("--output", type=str | None, default=None, help="folder of the study (default: runs/RECIPE)")
-    parser.add_argument("--jobs", type=int | None, default=None, help="cells side by side (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int | None, default=None, help="cells side by side (default: one per core, 4 on a GPU)"
+    )
     parser.add_argument("--ray", type=str | None, default=None, help="run cells on the Ray cluster at this address")
     parser.add_argument("--quick", action="store_true", help="a smaller study that answers in minutes")
     parser.add_argument("--dry_run", action="store_true", help="show the grid and what it would cost; train nothing")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vision_attn.attention.config import AttentionConfig
+from vision_attn.contrast.verdict import Rule
 from vision_attn.data.config import AugmentConfig
 from vision_attn.errors import UserError, closest
 from vision_attn.training.optimizers import OptimizerConfig
@@ -16,6 +17,7 @@ from vision_attn.training.optimizers import OptimizerConfig
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 TRIAL_SEED = 1000
 """Seed of the trials that choose learning rates: none of the study's own, which count from 0."""
+_QUICK_STEPS = 150
 
 
 @dataclass
@@ -122,6 +124,7 @@ class ContrastConfig:
         threads: CPU threads of each training, whatever ``--jobs`` says: more or fewer would round differently.
         device: ``auto``, ``cpu``, ``cuda``.
         precision: ``32-true``, or ``bf16-mixed``; the measures are always computed from float32 logits.
+        rule: thresholds by which verdicts are given.
     """
 
     models: dict[str, ModelChoice]
@@ -143,6 +146,7 @@ class ContrastConfig:
     threads: int = 1
     device: str = "auto"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    rule: Rule = field(default_factory=Rule)
 
     def __post_init__(self) -> None:
         """Refuse what could only fail later.
@@ -239,7 +243,7 @@ class ContrastConfig:
             noise=NoiseChoice(levels=[]),
             seeds=min(3, self.seeds),
             small_seeds=min(3, self.small_seeds),
-            steps=[min(100, self.steps_at(size)) for size in sizes],
+            steps=[min(_QUICK_STEPS, self.steps_at(size)) for size in sizes],
             models={name: self._fewer_trials(name) for name in self.models},
             evaluations=min(8, self.evaluations),
             eval_images=min(500, self.eval_images),

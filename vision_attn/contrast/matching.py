@@ -97,15 +97,15 @@ def check_match(config: ContrastConfig, sizes: list[Size], classes: int, img_siz
     """Refuse models of different sizes, and say which would be equal.
 
     Returns:
-        ``tolerance`` (None when unequal models were asked for), ``params_ratio`` and ``macs_ratio``, largest over
+        ``tolerance`` (False when unequal models were asked for), ``params_ratio`` and ``macs_ratio``, largest over
         smallest.
 
     Raises:
         UserError: they differ by more than ``config.match``; with the numbers and a proposal.
     """
     params, macs = ratios(sizes)
-    tolerance = None if config.match is False else float(config.match)
-    if tolerance is not None and max(params, macs) > 1 + tolerance:
+    tolerance = False if config.match is False else float(config.match)
+    if tolerance is not False and max(params, macs) > 1 + tolerance:
         numbers = ", ".join(f"{s.model} {s.params:,} parameters and {s.macs:,} MACs" for s in sizes)
         raise UserError(
             f"the models differ by more than match={tolerance:g} allows: {numbers}.\n"

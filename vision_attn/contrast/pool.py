@@ -65,7 +65,8 @@ class Pool:
                             waiting.insert(0, cell)
                         else:
                             yield cell, Outcome(Result(cell, "failed", _death(job.process)))
-                        jobs[jobs.index(job)] = job = self._start()
+                        jobs.remove(job)
+                        jobs += [self._start()] if waiting else []
                         continue
                     self._give(job, waiting, started)
             self._idle = jobs

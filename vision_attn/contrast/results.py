@@ -109,7 +109,7 @@ class Study:
             ``machine`` has ``cpu cores threads device torch python`` and so on, no host name. ``models`` is a list in
             the order of the roles: ``model`` (display name), ``name`` (in the zoo), ``args``, ``params``, ``macs``,
             ``kind`` (``attention`` or ``cnn``). ``data`` has ``name classes train val test img_size``. ``match`` tells
-            the tolerance and the largest ratios.
+            the tolerance (False when unequal models were asked for), ``params_ratio`` and ``macs_ratio``.
         cells: all cells of the grid, finished or not.
         results: of the cells that ended, done or failed, in the order of the grid.
         looks: see ``looks.json``: model -> ``kind``, ``attention_distance`` (layer -> one number per head, pixels) or

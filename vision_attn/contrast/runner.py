@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -38,6 +36,8 @@ from vision_attn.contrast.results import (
 from vision_attn.contrast.subsets import StudyData, check_subsets, load_data
 from vision_attn.contrast.training import Outcome, pick_device
 from vision_attn.errors import UserError
+
+_GPU_JOBS = 4
 
 
 class Executor(Protocol):
@@ -105,6 +105,12 @@ def machine_facts(config: ContrastConfig) -> dict[str, Any]:
 def usable_cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_jobs(config: ContrastConfig) -> int:
+    """As many cells side by side as there are cores for; on a GPU, where each takes memory for itself, at most 4."""
+    jobs = max(1, usable_cores() // config.threads)
+    return jobs if pick_device(config.device).type == "cpu" else min(jobs, _GPU_JOBS)
 
 
 def _cpu_name() -> str:
@@ -251,9 +257,6 @@ def _start(place: Path, cell: Cell, stamp: dict[str, str]) -> None:
 
 def report(study: Study) -> None:
     """Statistics, figures and ``report.html``."""
-    if importlib.util.find_spec("vision_attn.contrast.report") is None:
-        print("no report: this version has none", file=sys.stderr)
-        return
     from vision_attn.contrast.report import write_report
 
     write_report(study, study.folder)
