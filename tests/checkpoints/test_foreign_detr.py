@@ -11,6 +11,7 @@ import vision_attn as va
 from vision_attn.checkpoints import detr_names
 from vision_attn.checkpoints.detr import COCO
 from vision_attn.checkpoints.peers import write_for
+from vision_attn.cli.main import main
 from vision_attn.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -205,3 +206,15 @@ def test_another_number_of_classes_gets_a_fresh_head(foreign, tmp_path):
         ours = va.load_model(tmp_path, num_classes=3)
     assert ours.config["category_ids"] is None
     assert ours(torch.randn(1, 3, 64, 64))["pred_logits"].shape == (1, 7, 4)
+
+
+def test_the_certificate_compares_classes_and_boxes(foreign, tmp_path, capsys):
+    peer = foreign.shaken(peer_model("own basic")).float()
+    peer.save_pretrained(tmp_path)
+    assert main(["check", "checkpoint", str(tmp_path), "--against", f"transformers:{tmp_path}"]) == 0
+    assert capsys.readouterr().out.count("holds") == 2
+    with torch.no_grad():
+        peer.bbox_predictor.layers[2].bias.add_(0.01)  # boxes alone
+    peer.save_pretrained(tmp_path / "other")
+    assert main(["check", "checkpoint", str(tmp_path), "--against", f"transformers:{tmp_path / 'other'}"]) == 1
+    assert "FAILS" in capsys.readouterr().out

@@ -60,7 +60,7 @@ def compare(
 
     Args:
         ours: a model of this zoo.
-        peer: another, from (B, C, H, W) to (B, classes) or to an object with ``logits``.
+        peer: another, from (B, C, H, W) to (B, classes) or to an object with ``logits``; a detector's also with boxes.
         images: (B, C, H, W).
         dtype: in which they compute.
         allowed: relative difference; ``TOLERANCE`` by default.
@@ -122,7 +122,9 @@ def randomised(state: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
 def picture(model: Any, batch: int = 2, seed: int = 0) -> Tensor:
     """Random images of the size that the model was made for: (B, C, H, W), float64."""
     args = model.config["args"]
-    height, width = model.config["preprocess"]["size"]
+    # a detector's preprocessing says how long the sides of any image become
+    size = model.img_size if model.config["task"] == "detection" else model.config["preprocess"]["size"]
+    height, width = size
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, args.get("in_chans", 3), height, width, generator=generator, dtype=torch.float64)
 
@@ -157,11 +159,20 @@ def _watched(model: nn.Module, images: Tensor, names: set[str]) -> tuple[Tensor,
             handles.append(module.register_forward_hook(_note(seen, name)))
     try:
         with torch.no_grad():
-            logits = model(images)
+            output = model(images)
     finally:
         for handle in handles:
             handle.remove()
-    return getattr(logits, "logits", logits), seen
+    return answer(output), seen
+
+
+def answer(output: Any) -> Tensor:
+    """The logits in what a model gives; of a detector, ours or transformers', with the boxes behind them."""
+    detector = isinstance(output, Mapping) and "pred_boxes" in output
+    if not detector:
+        return getattr(output, "logits", output)
+    logits = output["pred_logits"] if "pred_logits" in output else output["logits"]
+    return torch.cat([logits, output["pred_boxes"]], dim=-1)
 
 
 def _note(seen: dict[str, Tensor], name: str) -> Callable[..., None]:

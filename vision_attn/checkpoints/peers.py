@@ -39,7 +39,7 @@ def named(opened: Opened, model: Any, library: str, name: str) -> tuple[nn.Modul
     """
     layout = layouts.of_peer(model, library)
     if library == "transformers":
-        return _installed(library, lambda: _from_folder(name)), layout
+        return _installed(library, lambda: _from_folder(name, str(model.config["task"]))), layout
     build = _timm if library == "timm" else _torchvision
     return _filled(opened, model, layout, _installed(library, lambda: build(name, model)), f"{library}:{name}"), layout
 
@@ -94,13 +94,15 @@ def _torchvision(name: str, model: Any) -> nn.Module:
     return get_model(name, weights=None, num_classes=classes)
 
 
-def _from_folder(name: str) -> nn.Module:
-    from transformers import AutoModelForImageClassification
+def _from_folder(name: str, task: str) -> nn.Module:
+    import transformers
 
+    detects = task == "detection"
+    auto: Any = transformers.AutoModelForObjectDetection if detects else transformers.AutoModelForImageClassification
     if not (Path(name) / "config.json").is_file():
         raise UserError(f"{name} is no folder of transformers: it holds no config.json.")
     try:
-        return AutoModelForImageClassification.from_pretrained(name, local_files_only=True)
+        return auto.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot read {name}: {str(error).splitlines()[0]}") from error
 
