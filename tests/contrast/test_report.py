@@ -133,6 +133,7 @@ def test_a_study_without_any_result_still_has_a_page(tmp_path: Path) -> None:
     assert "Not finished" in page
     assert "not run" in page
     assert "no training of vit and resnet ended" in page
+    assert "4 comparisons of 4 have no results" in page
 
 
 def test_all_trainings_of_a_model_may_fail(tmp_path: Path) -> None:

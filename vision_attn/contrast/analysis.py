@@ -29,6 +29,9 @@ MEASURES = (
 )
 
 
+SHARES = {"train_acc", "val_acc", "test_acc", "best_test_acc", "ece", "memorised"}
+
+
 @dataclass(frozen=True)
 class Group:
     """The seeds of one model at one size under one arm with one share of wrong labels.
@@ -147,6 +150,11 @@ def analyse(study: Study, rule: Rule | None = None) -> Analysis:
     return Analysis(study, rule, groups, differences, verdicts, _fits(clean))
 
 
+def estimate(measure: str, values: list[float]) -> Estimate:
+    """Mean and interval of a measure; intervals of shares stay between 0 and 1."""
+    return mean_interval(values, 0.0, 1.0) if measure in SHARES else mean_interval(values)
+
+
 def _groups(study: Study) -> list[Group]:
     ended = {result.cell.id: result for result in study.results}
     planned: dict[tuple[str, float, str, float], list[Cell]] = {}
@@ -157,7 +165,7 @@ def _groups(study: Study) -> list[Group]:
         found = [ended[cell.id] for cell in sorted(cells, key=lambda c: c.seed) if cell.id in ended]
         runs = tuple(result for result in found if result.done)
         values = {key: [run.values[key] for run in runs if key in run.values] for key in MEASURES}
-        estimates = {key: mean_interval(numbers) for key, numbers in values.items() if numbers}
+        estimates = {key: estimate(key, numbers) for key, numbers in values.items() if numbers}
         groups.append(Group(model, size, cells[0].images, arm, noise, runs, len(cells), estimates))
     return groups
 

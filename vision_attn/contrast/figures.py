@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vision_attn.contrast.analysis import Analysis, Group
+from vision_attn.contrast.analysis import Analysis, Group, estimate
 from vision_attn.contrast.drawing import (
     Panel,
     Sketch,
@@ -32,7 +32,7 @@ def learning_curves(analysis: Analysis) -> list[Panel]:
     """Test error against training images, with the fitted curves, a panel per arm."""
 
     def paint(axis: Any, arm: str) -> None:
-        _sizes(axis, analysis, arm, lambda g: [1 - acc for acc in g.values("test_acc")], line=False)
+        _sizes(axis, analysis, arm, "test_acc", error=True)
         for curve in analysis.fits:
             if curve.arm == arm and (fit := curve.fit) is not None:
                 color, _ = look_of(analysis.study.models.index(curve.model))
@@ -50,7 +50,7 @@ def gaps(analysis: Analysis) -> list[Panel]:
     """Training and test accuracy apart, a panel per arm."""
 
     def paint(axis: Any, arm: str) -> None:
-        _sizes(axis, analysis, arm, lambda g: g.values("gap_acc"))
+        _sizes(axis, analysis, arm, "gap_acc")
         axis.axhline(0, color="#9AA5B1", lw=0.8)
         axis.set(ylabel="training − test accuracy")
         percent_axis(axis)
@@ -97,7 +97,7 @@ def calibration(analysis: Analysis) -> list[Panel]:
     """Expected calibration error on the test set, a panel per arm."""
 
     def paint(axis: Any, arm: str) -> None:
-        _sizes(axis, analysis, arm, lambda g: g.values("ece"))
+        _sizes(axis, analysis, arm, "ece")
         axis.set(ylabel="calibration error", ylim=(0, None))
         percent_axis(axis)
         _image_axis(axis, analysis)
@@ -242,13 +242,16 @@ def _per_arm(
     return draw(sketches, analysis.study.stamp)
 
 
-def _sizes(axis: Any, analysis: Analysis, arm: str, values: Callable[[Group], list[float]], line: bool = True) -> None:
-    """One measure against the number of training images, for all models."""
+def _sizes(axis: Any, analysis: Analysis, arm: str, measure: str, *, error: bool = False) -> None:
+    """One measure, or 1 minus it, against the number of training images, for all models."""
     models = analysis.study.models
     for role, model in enumerate(models):
-        groups = [g for g in analysis.select(model=model, arm=arm, noise=0) if g.runs]
-        found = [(dodge(g.images, role, len(models)), values(g)) for g in sorted(groups, key=lambda g: g.size)]
-        series(axis, [(x, v, mean_interval(v)) for x, v in found], model, role, line)
+        points = []
+        for group in sorted(analysis.select(model=model, arm=arm, noise=0), key=lambda g: g.size):
+            values = [1 - value for value in group.values(measure)] if error else group.values(measure)
+            if values:
+                points.append((dodge(group.images, role, len(models)), values, estimate(measure, values)))
+        series(axis, points, model, role, line=not error)
 
 
 def _image_axis(axis: Any, analysis: Analysis) -> None:

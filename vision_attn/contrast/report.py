@@ -196,7 +196,7 @@ def _cell(analysis: Analysis, verdict: Verdict) -> dict[str, str]:
         return {"text": name, "kind": "firm" if firm else "own", "tint": tint, "reason": verdict.reason}
     if verdict.outcome == BOTH_UNDERFIT:
         return {"text": "both underfit", "kind": "underfit", "tint": "", "reason": verdict.reason}
-    return {"text": "–", "kind": "open", "tint": "", "reason": verdict.reason}
+    return {"text": "–" if verdict.seeds else "no result", "kind": "open", "tint": "", "reason": verdict.reason}
 
 
 def _identity(study: Study) -> list[tuple[str, str]]:

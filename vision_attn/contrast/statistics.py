@@ -102,11 +102,13 @@ def stretch(n: int) -> float:
     return student_quantile((1 - LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1)) / 1.96
 
 
-def mean_interval(values: ArrayLike) -> Estimate:
+def mean_interval(values: ArrayLike, least: float = -math.inf, most: float = math.inf) -> Estimate:
     """Mean over seeds with its stretched bootstrap interval.
 
     Args:
         values: (n,), one per seed, or differences of pairs.
+        least: no interval reaches below; 0 for shares.
+        most: nor above; 1 for shares.
 
     Returns:
         The estimate; no interval for fewer than two values, or without any spread.
@@ -120,7 +122,8 @@ def mean_interval(values: ArrayLike) -> Estimate:
         return Estimate(mean, std=0.0, n=n, note=NO_SPREAD)
     low, high = np.quantile(resamples(n) @ x, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     factor = stretch(n)
-    return Estimate(mean, mean + factor * float(low - mean), mean + factor * float(high - mean), std, n)
+    low, high = (mean + factor * (float(end) - mean) for end in (low, high))
+    return Estimate(mean, max(low, least), min(high, most), std, n)
 
 
 def compare(a: ArrayLike, b: ArrayLike) -> Comparison:

@@ -41,7 +41,7 @@ def _setting(analysis: Analysis, data: dict[str, Any]) -> str:
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return (
         f"On {data['name']} ({data['train']:,} training images, {data['classes']} classes), {names} were trained on "
-        f"{_count(sizes, 'size')} of subset under {_count(arms, 'kind')} of regularisation, with {seeds} "
+        f"subsets of {_count(sizes, 'size')} under {_count(arms, 'kind')} of regularisation, with {seeds} "
         f"seed{'' if seeds == '1' else 's'} each."
     )
 
@@ -74,10 +74,12 @@ def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> li
                 f"{_where(found, analysis, n)}."
             )
     for outcome, words in ((BOTH_UNDERFIT, "both underfit"), (INCONCLUSIVE, "the study is inconclusive")):
-        found = [v for v in verdicts if v.outcome == outcome]
+        found = [v for v in verdicts if v.outcome == outcome and v.seeds]
         if found and (firm or weak or outcome == BOTH_UNDERFIT):
             where = _where(found, analysis, n)
             lines.append(f"{where[0].upper()}{where[1:]} {words}.")
+    if empty := [v for v in verdicts if not v.seeds]:
+        lines.append(f"{_count(len(empty), 'comparison')} of {n} {'has' if len(empty) == 1 else 'have'} no results.")
     if misleading := [v for v in firm + weak if v.misleading]:
         lines.append(
             f"The plain gap between training and test accuracy says the opposite {_where(misleading, analysis, n)}."
