@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vision_attn.contrast.results import Result
-from vision_attn.contrast.statistics import LEVEL, NO_SPREAD, Comparison, compare, holm
+from vision_attn.contrast.statistics import NO_SPREAD, Comparison, compare, holm
 from vision_attn.contrast.trajectory import common_loss, deepest, match_loss
 
 MORE, LESS, BOTH_UNDERFIT, INCONCLUSIVE = "more", "less", "both underfit", "inconclusive"
@@ -47,7 +47,7 @@ class Rule:
         informative: largest training loss at which gaps are compared, as a share of the loss of guessing, ln(classes).
     """
 
-    alpha: float = 1 - LEVEL
+    alpha: float = 0.05
     fits: float = 0.75
     turned: float = 0.05
     informative: float = 0.9
