@@ -36,7 +36,7 @@ FLAGS = (
     "--no-first-run",
     "--hide-scrollbars",
     "--proxy-server=http://127.0.0.1:9",  # nobody listens there: a page that asks for a host gets an error, and is seen
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # this machine: pages that are served
 )
 LOCAL = ("file:", "data:", "blob:", "about:")
 

@@ -49,15 +49,15 @@ def read_upload(path: str | Path | None) -> Image.Image:
         raise UserError(f"{path.name} has {size / 2**20:.0f} MiB; at most {MOST_BYTES // 2**20} are taken.")
     try:
         with Image.open(path) as picture:
-            pixels, sides = picture.width * picture.height, f"{picture.width:,} × {picture.height:,}"
+            pixels, sides = picture.width * picture.height, f" ({picture.width:,} × {picture.height:,})"
     except Image.DecompressionBombError as error:  # Pillow refuses the largest by their header
         found = re.search(r"\d+", str(error))
-        pixels, sides = int(found[0]) if found else MOST_PIXELS + 1, "too many"
+        pixels, sides = int(found[0]) if found else MOST_PIXELS + 1, ""
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
         raise UserError(f"{path.name} is no image that can be read: {type(error).__name__}.") from error
     if pixels > MOST_PIXELS:
         raise UserError(
-            f"{path.name} claims {pixels:,} pixels ({sides}); at most {MOST_PIXELS:,} are taken. "
+            f"{path.name} claims {pixels:,} pixels{sides}; at most {MOST_PIXELS:,} are taken. "
             "It was not decoded: make it smaller."
         )
     return open_pictures(path)[0][0]

@@ -17,22 +17,30 @@ from vision_attn.explain.faithfulness import CAUSES
 
 HOST = "127.0.0.1"  # nobody else on the network can reach it
 NONE = "nothing beside it"
+NOTHING = "nothing found"
 INTRO = f"""# What does a model look at?
 Drop a picture and choose a model. Its attention can be seen by layer, head and query (click the picture to choose a
 query), and a CNN stands beside it. {CAUSES}"""
+# what a map is worth stands at the end of its title, which is to be read whole
+CSS = ".caption-label { white-space: normal !important; max-width: 100% !important; }"
 EMPTY = "Drop a picture, then press “Look”."
 
 _log = logging.getLogger(__name__)
 
 
-def import_gradio() -> Any:
+def import_gradio(folder: str | None = None) -> Any:
     """Gradio, with everything that would ask for the network switched off.
+
+    Args:
+        folder: for uploads and pictures; parts of a page remember the one that was set when they were made.
 
     Raises:
         UserError: it is not installed.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if folder is not None:
+        os.environ["GRADIO_TEMP_DIR"] = folder
     try:
         import gradio
     except ImportError as error:
@@ -73,8 +81,8 @@ class Page:
             other = None if beside == NONE else demo.look_at(self.sources[beside], picture, name, measure=measure)
             layers = [view.name for view in seen.view.layers]
             layer = layers[-1] if layers else None
-            pieces = (seen, seen.scores, demo.with_boxes(seen), *self.choices(seen, layer))
-            answer = None if other is None else other.scores
+            pieces = (seen, seen.scores or NOTHING, demo.with_boxes(seen), *self.choices(seen, layer))
+            answer = None if other is None else other.scores or NOTHING
             notes = [f"{seen.insight.name}: {note}" for note in seen.notes]
             notes += [f"{other.insight.name}: {note}" for note in other.notes] if other else []
             maps = (demo.gallery(seen), answer, demo.gallery(other) if other else [])
@@ -121,13 +129,17 @@ class Page:
         return query, ""
 
 
-def build(sources: Sequence[demo.Source]) -> Any:
+def build(sources: Sequence[demo.Source], folder: str | None = None) -> Any:
     """The page as ``gradio.Blocks``.
+
+    Args:
+        sources: models to choose from.
+        folder: for uploads and pictures while it runs; a common one of the machine by default.
 
     Raises:
         UserError: Gradio is not installed.
     """
-    gr = import_gradio()
+    gr = import_gradio(folder)
     page = Page(gr, sources)
     titles = list(page.sources)
     beside = [NONE, *[title for title, source in page.sources.items() if source.path or source.convolutional]]
@@ -151,10 +163,17 @@ def build(sources: Sequence[demo.Source]) -> Any:
                 head = gr.Dropdown([], label="head", elem_id="head")
                 query = gr.Dropdown([], label="query", elem_id="query")
         with gr.Row():
-            maps = gr.Gallery(label="the whole model", columns=3, elem_id="maps", buttons=[])
             with gr.Column():
-                other_maps = gr.Gallery(label="beside it", columns=3, elem_id="other_maps", buttons=[])
-                other_answer = gr.Label(label="answer of the model beside it", num_top_classes=5, elem_id="other")
+                gr.Markdown("### Maps of the whole model")
+                maps = gr.Gallery(
+                    show_label=False, columns=3, height=400, object_fit="contain", elem_id="maps", buttons=[]
+                )
+            with gr.Column():
+                gr.Markdown("### The model beside it")
+                other_answer = gr.Label(label="its answer", num_top_classes=5, elem_id="other")
+                other_maps = gr.Gallery(
+                    show_label=False, columns=3, height=400, object_fit="contain", elem_id="other_maps", buttons=[]
+                )
         notes = gr.Markdown(elem_id="notes")
         results = [state, answer, picture, layer, head, query, shown, maps, other_answer, other_maps, notes, message]
         go.click(page.look, [file, model, other, measure], results)
@@ -162,7 +181,7 @@ def build(sources: Sequence[demo.Source]) -> Any:
         for chosen in (head, query):
             chosen.change(page.change_map, [state, layer, head, query], [shown, message])
 
-        def clicked(seen: Any, name: str | None, event: gr.SelectData) -> Any:
+        def clicked(seen: Any, name: str | None, event: Any) -> Any:
             return page.click(seen, name, event.index)
 
         # Gradio reads the annotation to know that an event is wanted; postponed ones it could not resolve here
@@ -171,21 +190,18 @@ def build(sources: Sequence[demo.Source]) -> Any:
     return blocks
 
 
-def launch(blocks: Any, *, port: int | None = None, folder: str | None = None, block: bool = True) -> str:
+def launch(blocks: Any, *, port: int | None = None, block: bool = True) -> str:
     """Serves the page on this machine alone.
 
     Args:
         blocks: from ``build``.
         port: None for the first free one from 7860.
-        folder: for uploads while it runs.
         block: stay until interrupted.
 
     Returns:
         Its address.
     """
     gr = import_gradio()
-    if folder is not None:
-        os.environ["GRADIO_TEMP_DIR"] = folder
     # system fonts: the usual theme would ask a server for its own
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     blocks.queue(default_concurrency_limit=1, max_size=8)
@@ -196,6 +212,7 @@ def launch(blocks: Any, *, port: int | None = None, folder: str | None = None, b
         quiet=True,
         ssr_mode=False,
         theme=theme,
+        css=CSS,
         footer_links=[],
         max_file_size=demo.MOST_BYTES,
         prevent_thread_lock=True,
@@ -214,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=None, help="default: the first free one from 7860")
     options = parser.parse_args(argv)
     try:
-        blocks = build(demo.sources(options.checkpoints, options.runs))
+        sources = demo.sources(options.checkpoints, options.runs)
         with tempfile.TemporaryDirectory(prefix="vision-attn-demo-") as folder:
-            launch(blocks, port=options.port, folder=folder)
+            launch(build(sources, folder), port=options.port)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
