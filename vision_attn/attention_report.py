@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 
 GREYS = ("#222222", "#777777", "#AAAAAA")  # full attention, whoever computes it
 COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#EE7733", "#009988")  # Paul Tol's bright

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn import __version__
+from vision_attn.atomic import atomic_write, atomic_write_text
 from vision_attn.attention import Attention, Layout
 from vision_attn.attention.config import PATTERN_OPTIONS, SCORE_OPTIONS
-from vision_attn.checkpoints.atomic import atomic_write, atomic_write_text
 from vision_attn.errors import UserError, closest
 
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}

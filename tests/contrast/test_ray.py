@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,7 @@ from vision_attn.contrast.runner import make_plan
 from vision_attn.errors import UserError
 
 
-def test_without_ray_the_message_says_what_to_install(tiny, plan, monkeypatch):
+def test_without_ray_the_message_says_what_to_install(plan, monkeypatch):
     from vision_attn.contrast.ray_runner import RayPool
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -26,65 +24,44 @@ def test_without_ray_the_message_says_what_to_install(tiny, plan, monkeypatch):
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def cluster():
     """Ray with two workers on this machine."""
     ray = pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed: cells on a cluster are not tested")
-    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield ray
     ray.shutdown()
 
 
-def busy_workers() -> list[int]:
-    """Processes below this one that run a cell for Ray."""
-    parents, busy = {}, []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if (entry / "cmdline").read_bytes().startswith(b"ray::_work"):
-                    busy.append(int(entry.name))
-            except (OSError, ValueError):  # it ended meanwhile
-                continue
-    return [pid for pid in busy if os.getpid() in ancestors(pid, parents)]
+def own_pid(seconds: float) -> int:
+    """The process of a worker, kept busy for a while so that another task goes to another worker."""
+    time.sleep(seconds)
+    return os.getpid()
 
 
-def ancestors(pid: int, parents: dict[int, int]) -> list[int]:
-    found = []
-    while pid in parents and pid not in found:
-        pid = parents[pid]
-        found.append(pid)
-    return found
+def two_workers(ray) -> list[int]:
+    task = ray.remote(own_pid)
+    pids: set[int] = set()
+    while len(pids) < 2:  # the second worker may start late
+        pids |= set(ray.get([task.remote(0.5) for _ in range(2)]))
+    return sorted(pids)
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds Ray's workers in /proc")
 def test_a_worker_that_is_killed_costs_nothing(tiny, here, cluster):
     from vision_attn.contrast.ray_runner import RayPool
 
-    config = tiny(arms=["none"], noise=NoiseChoice(levels=[]), sizes=[0.1], seeds=3, steps=150)
-    plan = make_plan(config)
-    cells = plan_cells(config, len(plan.data.train), {("vit", 0.1): 3e-3, ("cnn", 0.1): 3e-3})
+    plan = make_plan(tiny(arms=["none"], noise=NoiseChoice(levels=[]), sizes=[0.1], seeds=3, steps=150))
+    cells = plan_cells(plan.config, len(plan.data.train), {("vit", 0.1): 3e-3, ("cnn", 0.1): 3e-3})
     expected = {cell.id: outcome.result for cell, outcome in here(plan).run(cells, lambda cell: None)}
-    killed: list[int] = []
-
-    def kill_one() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if len(workers := busy_workers()) == 2:
-                killed.append(workers[0])
-                os.kill(workers[0], signal.SIGKILL)
-                return
-            time.sleep(0.01)
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    started: list[str] = []
-    pool = RayPool(config, plan.data, "auto")
-    found = {cell.id: outcome.result for cell, outcome in pool.run(cells, lambda cell: started.append(cell.id))}
+    workers, started, found = two_workers(cluster), [], {}
+    pool = RayPool(plan.config, plan.data, "auto")
+    for cell, outcome in pool.run(cells, lambda cell: started.append(cell.id)):
+        if not found:  # one cell has ended: the worker that ran it is at its next one, and the other still at its first
+            os.kill(workers[0], signal.SIGKILL)
+        found[cell.id] = outcome.result
     pool.close()
-    killer.join()
-    assert len(killed) == 1
-    assert len(started) == len(cells) + 1  # the cell in flight began again
+    assert cluster.is_initialized()  # who started it ends it
+    assert len(started) > len(cells)  # the cell in flight began again
+    assert workers[0] not in two_workers(cluster)
     for name, result in expected.items():
         assert found[name].done, found[name].reason
         assert found[name].curve == result.curve

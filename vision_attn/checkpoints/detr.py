@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints import detr_names
-from vision_attn.checkpoints.atomic import atomic_write_text
 from vision_attn.checkpoints.hints import IMAGENET, Found, Hints, Shapes, count, heads, in_zoo, ratio
 from vision_attn.checkpoints.layouts import PLAIN, refuse_mechanisms
 from vision_attn.checkpoints.transformers_vit import labels_of

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints.read import CONFIG_NAME, HUB, WEIGHTS_NAME, parse_json
 from vision_attn.checkpoints.save import save_model
 from vision_attn.errors import UserError

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vision_attn.atomic import atomic_write
 from vision_attn.checkpoints import layouts
-from vision_attn.checkpoints.atomic import atomic_write
 from vision_attn.checkpoints.load import Opened
 from vision_attn.checkpoints.read import WEIGHTS_NAME
 from vision_attn.checkpoints.save import owned

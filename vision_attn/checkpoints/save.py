@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from vision_attn.checkpoints.atomic import atomic_write, atomic_write_text
+from vision_attn.atomic import atomic_write, atomic_write_text
 from vision_attn.checkpoints.read import CONFIG_KEY, CONFIG_NAME, WEIGHTS_NAME
 from vision_attn.errors import UserError
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints import swin_names, timm_names
-from vision_attn.checkpoints.atomic import atomic_write_text
 from vision_attn.checkpoints.hints import Found, Hints, Shapes, count, in_zoo, plain, ratio
 from vision_attn.checkpoints.layouts import imagenet, refuse_mechanisms
 from vision_attn.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints.hints import Found, Hints, Shapes, count, grid, heads, in_zoo, plain, ratio
 from vision_attn.checkpoints.layouts import PLAIN, refuse_mechanisms
 from vision_attn.checkpoints.torchvision_vit import refuse_options

@@ -110,6 +110,6 @@ def _report(movements: list[Movement], model: Any, what: str, options: Any) -> N
         if options.json == "-":
             sys.stdout.write(text)
         else:
-            from vision_attn.checkpoints.atomic import atomic_write_text
+            from vision_attn.atomic import atomic_write_text
 
             atomic_write_text(options.json, text)

@@ -125,7 +125,7 @@ def _read(path: Path, config: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _write(folder: Path, insights: Sequence[Insight]) -> list[Path]:
     """All files, or none: they are made beside the folder and moved into it at the end."""
-    from vision_attn.checkpoints.atomic import atomic_write_text
+    from vision_attn.atomic import atomic_write_text
     from vision_attn.explain.page import page
 
     if folder.exists() and not folder.is_dir():

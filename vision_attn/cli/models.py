@@ -25,7 +25,9 @@ def run(argv: list[str]) -> int:
     parser = make_parser("models", "List models with their parameters and multiply-accumulates (MACs) per image.")
     parser.add_argument("pattern", nargs="?", default="*", help="a name for details, or a shell pattern like 'cct*'")
     parser.add_argument("--img_size", type=int | None, default=None, help="pixels, for one named model")
-    parser.add_argument("--num_classes", type=int | None, default=None, help="outputs (default: 10 or 1000 by size, 91 of detectors)")
+    parser.add_argument(
+        "--num_classes", type=int | None, default=None, help="outputs (default: 10 or 1000 by size, 91 of detectors)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parse(parser, argv)
 

@@ -87,7 +87,7 @@ def write_json(rows: list[dict[str, Any]], path: str, what: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    from vision_attn.checkpoints.atomic import atomic_write_text
+    from vision_attn.atomic import atomic_write_text
 
     atomic_write_text(path, text)
     print(f"{what} written to {path}", file=sys.stderr)

@@ -134,7 +134,7 @@ def picture_names(sources: Sequence[Path], folder: Path) -> list[Path]:
 
 def draw(result: Detections, target: Path, classes: Sequence[str] | None) -> None:
     """One picture with boxes."""
-    from vision_attn.checkpoints.atomic import atomic_write
+    from vision_attn.atomic import atomic_write
     from vision_attn.data.images import read_image
     from vision_attn.detection.draw import draw_detections
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 from vision_attn.contrast.statistics import Estimate
 from vision_attn.training.pictures import STYLE
 

@@ -68,8 +68,8 @@ def show_estimate(plan: Plan, jobs: int) -> None:
 
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=110, highlight=False)
-    for size in plan.models:
-        console.print(f"{size.model}: {size.name}, {size.params:,} parameters, {size.macs:,} MACs per image")
+    for model in plan.models:
+        console.print(f"{model.model}: {model.name}, {model.params:,} parameters, {model.macs:,} MACs per image")
     speed = measure_speed(plan)
     table = Table(title="trainings", title_justify="left")
     for title in ("share", "images", "arm", "label noise", "steps", "trainings", "seconds"):

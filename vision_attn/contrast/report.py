@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.contrast import figures, tables
 from vision_attn.contrast.analysis import Analysis, analyse, as_tree
 from vision_attn.contrast.drawing import look_of, write_panels

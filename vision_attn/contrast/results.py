@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.errors import UserError
 
 STAMP = ("config_hash", "data_hash", "version")
@@ -203,7 +203,7 @@ def read_result(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> Result | 
     if any(tree.get(key) != stamp[key] for key in STAMP):
         raise UserError(f"{place / 'result.json'} belongs to another study or version. {broken_cell(place)}")
     values = tree.get("values")
-    if tree.get("status") not in ("done", "failed") or not _all_numbers(values):
+    if tree.get("status") not in ("done", "failed") or not isinstance(values, dict) or not _all_numbers(values):
         raise UserError(f"{place / 'result.json'} is incomplete. {broken_cell(place)}")
     return Result(cell, tree["status"], str(tree.get("reason", "")), values, _read_curve(place))
 
@@ -221,10 +221,8 @@ def broken_cell(place: Path) -> str:
     return f"Remove the folder {place} to train this cell again; nothing was changed."
 
 
-def _all_numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values.values()
-    )
+def _all_numbers(values: dict[str, Any]) -> bool:
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values.values())
 
 
 def _read_curve(place: Path) -> list[dict[str, float]]:

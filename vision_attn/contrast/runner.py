@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from vision_attn import __version__
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.contrast.cells import plan_cells, plan_trials
 from vision_attn.contrast.config import ContrastConfig
 from vision_attn.contrast.matching import Size, check_match, measure_models

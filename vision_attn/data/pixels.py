@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 from vision_attn.data import images as image_files
 from vision_attn.data.coco_images import in_threads
 from vision_attn.errors import UserError

@@ -16,8 +16,8 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from vision_attn.atomic import atomic_write_text
 from vision_attn.attention import recordable
-from vision_attn.checkpoints.atomic import atomic_write_text
 from vision_attn.errors import UserError
 from vision_attn.explain import figures
 from vision_attn.explain.distance import head_statistics

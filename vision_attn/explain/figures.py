@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 from vision_attn.explain.distance import HeadStatistics
 from vision_attn.explain.faithfulness import CAUSES, RIVAL, Faithfulness
 from vision_attn.explain.views import Detection, Insight, PictureView

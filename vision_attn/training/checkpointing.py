@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 from vision_attn.training.interrupt import Interrupted, StopSignal
 from vision_attn.training.run_folder import RunFolder
 

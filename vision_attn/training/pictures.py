@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision_attn.checkpoints.atomic import atomic_write
+from vision_attn.atomic import atomic_write
 
 TRAIN, VAL, GREY, GOOD, BAD = "#4477AA", "#EE6677", "#777777", "#1B7837", "#B2182B"  # Paul Tol's bright scheme
 STYLE: Any = {

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from vision_attn import __version__
-from vision_attn.checkpoints.atomic import atomic_write_text
+from vision_attn.atomic import atomic_write_text
 from vision_attn.errors import UserError, closest
 
 COLUMNS = (

@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from vision_attn.checkpoints.atomic import atomic_write, atomic_write_text, is_full_disk
+from vision_attn.atomic import atomic_write, atomic_write_text, is_full_disk
 from vision_attn.errors import UserError
 
 
