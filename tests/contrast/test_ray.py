@@ -49,7 +49,7 @@ def two_workers(ray) -> list[int]:
 def test_a_worker_that_is_killed_costs_nothing(tiny, here, cluster):
     from vision_attn.contrast.ray_runner import RayPool
 
-    plan = make_plan(tiny(arms=["none"], noise=NoiseChoice(levels=[]), sizes=[0.1], seeds=3, steps=150))
+    plan = make_plan(tiny(arms=["none"], noise=NoiseChoice(levels=[]), sizes=[0.1], seeds=3, steps=80))
     cells = plan_cells(plan.config, len(plan.data.train), {("vit", 0.1): 3e-3, ("cnn", 0.1): 3e-3})
     expected = {cell.id: outcome.result for cell, outcome in here(plan).run(cells, lambda cell: None)}
     workers, started, found = two_workers(cluster), [], {}

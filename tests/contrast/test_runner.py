@@ -9,7 +9,7 @@ import pytest
 from vision_attn.contrast import runner
 from vision_attn.contrast.config import DataChoice
 from vision_attn.contrast.results import load_study
-from vision_attn.contrast.runner import make_plan, open_folder, run_study
+from vision_attn.contrast.runner import claimed, make_plan, open_folder, run_study
 from vision_attn.errors import UserError
 
 
@@ -77,8 +77,9 @@ def test_an_interrupted_study_goes_on_and_ends_the_same(plan, here, finished, tm
     assert open_folder(tmp_path / "study", plan, "", "")
     rest = here(plan)
     ended = []
-    study = run_study(plan, tmp_path / "study", rest, note=lambda cell, result: ended.append(cell.id))
+    study = run_study(plan, tmp_path / "study", rest, note=lambda cell, result, fresh: ended.append((cell.id, fresh)))
     assert len(rest.ran) == len(plan.trials) + len(plan.cells) - after  # nothing twice but the cell in flight
+    assert [name for name, fresh in ended if fresh] == rest.ran
     assert len(ended) == len(plan.trials) + len(plan.cells)
     assert rows(study) == rows(finished)
     assert study.curve_frame() == finished.curve_frame()
@@ -143,6 +144,24 @@ def test_failed_cells_are_kept_and_run_again_when_asked(tiny, here, tmp_path):
     assert again.ran == []
     run_study(plan, tmp_path / "study", retried, retry_failed=True)
     assert len(retried.ran) == len(plan.trials) + len(plan.cells)
+
+
+def test_trials_are_run_again_only_where_none_worked(tiny, here, tmp_path):
+    plan = make_plan(tiny(learning_rates=[1e-3, 1e30]))
+    open_folder(tmp_path / "study", plan, "", "")
+    study = run_study(plan, tmp_path / "study", here(plan))
+    assert {result.status for result in study.results} == {"done"}
+    assert [row["status"] for row in study.learning_rates].count("failed") == len(plan.trials) / 2
+    again = here(plan)
+    run_study(plan, tmp_path / "study", again, retry_failed=True)
+    assert again.ran == []
+
+
+def test_a_study_is_run_by_one_process_at_a_time(tmp_path):
+    with claimed(tmp_path), pytest.raises(UserError, match="another process"), claimed(tmp_path):
+        pass
+    with claimed(tmp_path):
+        pass
 
 
 def test_data_that_cannot_be_found_is_refused(tiny):

@@ -167,13 +167,13 @@ def _option_names() -> list[str]:
 
 def _run(config: ContrastConfig, folder: Path, command: str, jobs: int, options: Any) -> int:
     from vision_attn.contrast.progress import Progress
-    from vision_attn.contrast.runner import make_plan, open_folder, run_study
+    from vision_attn.contrast.runner import claimed, make_plan, open_folder, run_study
 
     plan = make_plan(config)
     executor = _executor(plan, jobs, options.ray)
     try:
         resumed = open_folder(folder, plan, command, _settings(plan))
-        with Progress(plan) as progress:
+        with claimed(folder), Progress(plan) as progress:
             if resumed:
                 progress.say(f"going on with the study in {folder}")
             study = run_study(plan, folder, executor, note=progress.note, retry_failed=options.retry_failed)

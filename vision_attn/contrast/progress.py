@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from vision_attn.contrast.estimate import cell_macs
@@ -14,7 +15,7 @@ from vision_attn.contrast.results import Cell, Result
 from vision_attn.contrast.runner import Plan
 
 _WINDOW = 3600.0  # seconds over which the speed is averaged
-_EVERY = 20  # lines of cells, where the output is no terminal
+_EVERY = 60.0  # seconds between lines, where the output is no terminal
 
 
 class Progress:
@@ -29,12 +30,19 @@ class Progress:
     def __init__(self, plan: Plan) -> None:
         self._costs = {cell.id: cell_macs(plan, cell) for cell in (*plan.trials, *plan.cells)}
         self._console = Console(file=sys.stderr, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        ahead = (TextColumn("left"), TimeRemainingColumn())
-        self._bar = Bar(*columns[:2], TextColumn("{task.fields[done]}/{task.fields[cells]}"), columns[3], *ahead,
-                        console=self._console, speed_estimate_period=_WINDOW)  # fmt: skip
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[done]}/{task.fields[cells]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            speed_estimate_period=_WINDOW,
+        )
         self._task = self._bar.add_task("trainings", total=sum(self._costs.values()), done=0, cells=len(self._costs))
         self._done = 0
+        self._due = 0.0
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -49,12 +57,18 @@ class Progress:
         """A line above the bar."""
         self._bar.console.print(text, soft_wrap=True)
 
-    def note(self, cell: Cell, result: Result) -> None:
-        """A cell has ended."""
+    def note(self, cell: Cell, result: Result, fresh: bool) -> None:
+        """A cell has ended, now or (not ``fresh``) in an earlier call: that one tells nothing about the speed."""
         self._done += 1
-        self._bar.update(self._task, advance=self._costs[cell.id], done=self._done)
+        cost = self._costs[cell.id]
+        if not fresh:
+            self._bar.update(self._task, total=(self._bar.tasks[0].total or cost) - cost, done=self._done)
+            return
+        self._bar.update(self._task, advance=cost, done=self._done)
         if not result.done:
             self.say(f"failed: {cell.id}: {result.reason}")
-        elif not self._console.is_terminal and (self._done % _EVERY == 0 or self._done == len(self._costs)):
+        elif not self._console.is_terminal and (time.monotonic() > self._due or self._done == len(self._costs)):
+            self._due = time.monotonic() + _EVERY
             left = self._bar.tasks[0].time_remaining
-            self.say(f"{self._done} of {len(self._costs)} trainings" + (f", {left:.0f} s left" if left else ""))
+            ahead = f", about {left / 60:.0f} minutes left" if left else ""
+            self.say(f"{self._done} of {len(self._costs)} trainings{ahead}")

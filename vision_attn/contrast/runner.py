@@ -39,6 +39,8 @@ from vision_attn.errors import UserError
 
 _GPU_JOBS = 4
 
+Note = Callable[[Cell, Result, bool], None]
+
 
 class Executor(Protocol):
     """Runs cells somewhere and gives what they gave, in the order in which they end."""
@@ -158,9 +160,29 @@ def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
         "trials": [asdict(cell) for cell in plan.trials],
         "cells": [asdict(cell) for cell in plan.cells],
     }
-    atomic_write_text(folder / "config.yaml", settings)
     write_json(folder / "study.json", tree)
+    atomic_write_text(folder / "config.yaml", settings)
     return False
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keeps other processes from running the study in ``folder`` while the block runs.
+
+    Raises:
+        UserError: one does already.
+    """
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not on this system: two processes would only do the same work twice
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is running this study.") from None
+        yield
 
 
 def _check_same(folder: Path, plan: Plan) -> None:
@@ -196,7 +218,7 @@ def run_study(
     folder: Path,
     executor: Executor,
     *,
-    note: Callable[[Cell, Result], None] = lambda cell, result: None,
+    note: Note = lambda cell, result, fresh: None,
     retry_failed: bool = False,
 ) -> Study:
     """Run what is missing of a study whose folder is open, and write its tables and its report.
@@ -205,19 +227,20 @@ def run_study(
         plan: of the study.
         folder: opened by :func:`open_folder`.
         executor: where cells run.
-        note: told of every cell that has ended, those of an earlier call included.
-        retry_failed: run cells that failed once more.
+        note: told of every cell that has ended, and whether it did so now or in an earlier call.
+        retry_failed: run cells that failed once more; trials only where no rate of a model and size worked, because a
+            rate that is chosen otherwise now would not be the one of the cells that are done.
 
     Raises:
         UserError: a cell's folder is broken; the message names it.
     """
     stamp = plan.stamp
-    trials = _run_missing(folder / "trials", plan.trials, executor, stamp, note, retry_failed)
+    trials = _run_missing(folder / "trials", plan.trials, executor, stamp, note, _all_failed if retry_failed else _none)
     cells = plan_cells(plan.config, len(plan.data.train), choose_rates(trials))
     tree = read_study_json(folder)
     if tree["cells"] != [asdict(cell) for cell in cells]:
         write_json(folder / "study.json", {**tree, "cells": [asdict(cell) for cell in cells]})
-    _run_missing(folder / "cells", cells, executor, stamp, note, retry_failed)
+    _run_missing(folder / "cells", cells, executor, stamp, note, _failed if retry_failed else _none)
     study = load_study(folder)
     study.write_tables()
     report(study)
@@ -229,24 +252,37 @@ def _run_missing(
     cells: list[Cell],
     executor: Executor,
     stamp: dict[str, str],
-    note: Callable[[Cell, Result], None],
-    retry_failed: bool,
+    note: Note,
+    again: Callable[[list[Result]], list[Result]],
 ) -> list[Result]:
-    results: dict[str, Result] = {}
-    for cell in cells:  # all are looked at before the first one runs: a broken one is found at once
-        result = read_result(place, cell, stamp)
-        if result is not None and (result.done or not retry_failed):
-            results[cell.id] = result
+    # all are looked at before the first one runs: a broken one is found at once
+    ended = [result for cell in cells if (result := read_result(place, cell, stamp)) is not None]
+    dropped = {result.cell.id for result in again(ended)}
+    results = {result.cell.id: result for result in ended if result.cell.id not in dropped}
     for result in results.values():
-        note(result.cell, result)
+        note(result.cell, result, False)
     missing = [cell for cell in cells if cell.id not in results]
     for cell, outcome in executor.run(missing, lambda cell: _start(place, cell, stamp)):
         write_result(place, outcome.result, stamp, outcome.looks)
         if outcome.trace:
             atomic_write_text(place / cell.id / "error.txt", outcome.trace)
         results[cell.id] = outcome.result
-        note(cell, outcome.result)
+        note(cell, outcome.result, True)
     return [results[cell.id] for cell in cells]
+
+
+def _none(ended: list[Result]) -> list[Result]:
+    return []
+
+
+def _failed(ended: list[Result]) -> list[Result]:
+    return [result for result in ended if not result.done]
+
+
+def _all_failed(ended: list[Result]) -> list[Result]:
+    """The trials of every model and size none of whose trials was done."""
+    fine = {(result.cell.model, result.cell.size) for result in ended if result.done}
+    return [result for result in ended if (result.cell.model, result.cell.size) not in fine]
 
 
 def _start(place: Path, cell: Cell, stamp: dict[str, str]) -> None:
