@@ -78,6 +78,12 @@ def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> li
         if found and (firm or weak or outcome == BOTH_UNDERFIT):
             where = _where(found, analysis, n)
             lines.append(f"{where[0].upper()}{where[1:]} {words}.")
+    for model in (a, b):
+        if found := [v for v in verdicts if model in v.underfits and v.outcome != BOTH_UNDERFIT]:
+            lines.append(
+                f"{model} underfits {_where(found, analysis, n)}: fewer than {analysis.rule.fits:.0%} of its training "
+                "images are right there, and its validation loss never turned."
+            )
     if empty := [v for v in verdicts if not v.seeds]:
         lines.append(f"{_count(len(empty), 'comparison')} of {n} {'has' if len(empty) == 1 else 'have'} no results.")
     if misleading := [v for v in firm + weak if v.misleading]:
@@ -136,7 +142,7 @@ def _context(analysis: Analysis) -> str:
         return ""
     what = "" if name == "cifar10" else f"{name} "
     here = f"Here, with {sizes[size]:,} {what}images and arm {arm}, training and test accuracy are: {'; '.join(parts)}."
-    fitted = f"{_join(low)} did not fit them either." if low else "Here no attention model underfits."
+    fitted = f"{_join(low)} did not fit them either." if low else "Under that arm no attention model underfits."
     other = "" if name == "cifar10" else " These are other images, so the figures themselves do not compare."
     return f"{PUBLISHED} {here} {fitted}{other}"
 
