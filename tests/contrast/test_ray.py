@@ -23,6 +23,16 @@ def test_without_ray_the_message_says_what_to_install(plan, monkeypatch):
         RayPool(plan.config, plan.data, "auto")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "auto", "nonsense"])
+def test_where_no_cluster_answers_the_message_says_so(plan, address, monkeypatch):
+    pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed")
+    from vision_attn.contrast.ray_runner import RayPool
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=rf"--ray {address}: no Ray cluster answers"):
+        RayPool(plan.config, plan.data, address)
+
+
 @pytest.fixture
 def cluster():
     """Ray with two workers on this machine."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from vision_attn.contrast.training import Outcome, Trainings
 from vision_attn.errors import UserError
 
 _ATTEMPTS = 2  # as in the pool of this machine
+_PATIENCE = 10.0  # seconds
 _AHEAD = 2  # cells handed over per core of the cluster; the others wait here, where their folders stay untouched
 
 
@@ -42,8 +44,9 @@ class RayPool:
         self._joined = ray.is_initialized()
         try:
             if not self._joined:
+                _knock(address)
                 ray.init(address=address, log_to_driver=False, include_dashboard=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise UserError(f"--ray {address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
         self._shared = ray.put((config, data))
         gpus = 1 if config.device.startswith("cuda") else 0
@@ -93,6 +96,17 @@ class RayPool:
         except ray.exceptions.RayTaskError as error:
             cause = str(error.cause or error).splitlines()[0]
             return Outcome(Result(cell, "failed", f"on its Ray node: {cause}"), trace=str(error))
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens at ``host:port``; Ray itself would try for minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_PATIENCE).close()
 
 
 _KEPT: dict[str, Trainings] = {}
