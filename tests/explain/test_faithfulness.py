@@ -28,6 +28,14 @@ def corner_maps(batch):
     return {"knows": knows, "wrong": 1 / (1 + knows), "random": torch.rand(batch, 8, 8)}
 
 
+def test_too_few_random_maps_say_so_and_nothing_else():
+    images = torch.rand(2, 3, 16, 16) * 0.2
+    images[:, :, :8, :8] += 1
+    found = faithfulness(Corner(), images, corner_maps(2), trials=3)
+    assert not found.beats_random("knows")
+    assert found.verdict("knows").startswith("3 random maps are too few to tell")
+
+
 @pytest.mark.parametrize("batch", [1, 6])
 def test_a_map_that_knows_beats_random_and_others_do_not(batch):
     torch.manual_seed(3)

@@ -16,13 +16,13 @@ from vision_attn.errors import UserError, closest
 
 VERBS = {
     "fit": "train a model by a recipe, within a number of epochs or a time budget",
-    "validate": "accuracy of a checkpoint on the validation split",
-    "test": "accuracy of a checkpoint on the test split",
-    "predict": "classes and probabilities for images",
+    "validate": "accuracy or average precision of a checkpoint on the validation split",
+    "test": "accuracy or average precision of a checkpoint on the test split",
+    "predict": "classes and probabilities, or objects and boxes, for images",
     "maps": "what a model looks at in images, as figures and one page, and what that is worth",
     "learn": "short lessons on attention, with numbers computed on the spot, in English and Chinese",
     "models": "list the models with their parameters and multiply-accumulates",
-    "check": "prove the attention mechanisms by their identities, and a checkpoint against the library it is from",
+    "check": "attention mechanisms by their identities, a checkpoint against its library, a data set, padding",
     "convert": "a checkpoint of any layout into our format, or into that of timm, transformers or torchvision",
     "export": "a classifier as ONNX or torch.export program, checked against the original",
     "contrast": "which model overfits more: a study of several models on growing subsets of the same images",
