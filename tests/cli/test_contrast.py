@@ -128,6 +128,19 @@ def test_a_dry_run_shows_the_grid_and_its_cost(recipe, tmp_path, capsys):
     assert not output.exists()
 
 
+@pytest.mark.parametrize("capable", [True, False])
+def test_bfloat16_only_where_the_processor_has_it(recipe, tmp_path, capsys, monkeypatch, capable):
+    from vision_attn.training import precision
+
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: capable)
+    monkeypatch.setattr(runner, "make_plan", lambda config: (_ for _ in ()).throw(UserError(config.precision)))
+    words = ["contrast", "--config", str(recipe), "--precision", "bf16-mixed", "--dry_run"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert ("no bfloat16 instructions" in error) != capable
+    assert error.endswith(f"error: {'bf16-mixed' if capable else '32-true'}\n")
+
+
 @pytest.mark.usefixtures("_no_report")
 def test_a_study_from_recipe_to_tables_and_again(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

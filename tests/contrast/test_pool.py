@@ -34,17 +34,19 @@ def expected(small, here):
     return {cell.id: measures(outcome) for cell, outcome in here(small).run(cells_of(small), lambda cell: None)}
 
 
-def test_jobs_side_by_side_give_the_same_bits_and_a_killed_one_costs_nothing(small, expected):
+def test_jobs_side_by_side_give_the_same_bits_and_a_killed_one_costs_nothing(small, expected, monkeypatch):
     pool = Pool(small.config, small.data.hash, jobs=2)
     cells, started = cells_of(small), []
+    give = Pool._give
 
-    def start(cell):
-        started.append(cell.id)
-        if cell.id == cells[2].id and started.count(cell.id) == 1:
-            threading.Timer(0.05, kill_one_of, [pids()]).start()
+    def give_and_kill(self, job, waiting, start):
+        give(self, job, waiting, start)
+        if job.cell is cells[2] and started.count(cells[2].id) == 1:
+            threading.Timer(0.05, job.process.kill).start()
 
+    monkeypatch.setattr(Pool, "_give", give_and_kill)
     try:
-        found = dict(pool.run(cells, start))
+        found = dict(pool.run(cells, lambda cell: started.append(cell.id)))
         assert {cell.id: measures(outcome) for cell, outcome in found.items()} == expected
         assert len(started) == len(cells) + 1  # one of them began twice
         again = dict(pool.run(cells[:1], lambda cell: None))  # the processes are still there
@@ -79,6 +81,21 @@ def test_a_cell_that_kills_its_process_every_time_is_a_failed_cell(small, expect
     assert "SIGKILL; probably out of memory: try fewer --jobs" in failed.reason
     for cell in (cells[0], cells[2]):
         assert measures(found[cell]) == expected[cell.id]
+
+
+def test_jobs_that_cannot_even_begin_end_the_study(small, monkeypatch):
+    """Killed as soon as they are started, as by a system that has no memory left at all."""
+    start = Pool._start
+
+    def start_and_kill(self):
+        job = start(self)
+        job.process.kill()
+        return job
+
+    monkeypatch.setattr(Pool, "_start", start_and_kill)
+    with pytest.raises(UserError, match=r"ended before its first cell.*SIGKILL"):
+        list(Pool(small.config, small.data.hash, jobs=2).run(cells_of(small), lambda cell: None))
+    assert pids() == []
 
 
 def test_a_job_that_finds_other_images_ends_the_study(small):

@@ -41,6 +41,7 @@ def run(argv: list[str]) -> int:
         config = config.quick()
     from vision_attn.contrast.runner import default_jobs, make_plan
 
+    config = _affordable(config)
     jobs = options.jobs or default_jobs(config)
     if options.dry_run:
         from vision_attn.contrast.estimate import show_estimate
@@ -184,6 +185,19 @@ def _run(config: ContrastConfig, folder: Path, command: str, jobs: int, options:
         executor.close()
     _tell(study, folder)
     return 0
+
+
+def _affordable(config: ContrastConfig) -> ContrastConfig:
+    """float32 in place of bfloat16 that this processor would have to imitate, with a word about it."""
+    import dataclasses
+
+    from vision_attn.contrast.training import pick_device
+    from vision_attn.training.precision import affordable
+
+    if affordable(config.precision, pick_device(config.device)) == config.precision:
+        return config
+    print("this processor has no bfloat16 instructions: 32-true in place of bf16-mixed", file=sys.stderr)
+    return dataclasses.replace(config, precision="32-true")
 
 
 def _settings(plan: Plan) -> str:

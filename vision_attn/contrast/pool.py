@@ -44,6 +44,7 @@ class Pool:
         self.config, self.data_hash, self.jobs = config, data_hash, jobs
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[_Job] = []
+        self._false_starts = 0
 
     def run(self, cells: list[Cell], started: Callable[[Cell], None]) -> Iterator[tuple[Cell, Outcome]]:
         """See :class:`~vision_attn.contrast.runner.Executor`."""
@@ -59,14 +60,15 @@ class Pool:
                     cell, message = job.cell, self._receive(job)
                     if isinstance(message, Outcome) and cell is not None:
                         yield cell, message
-                    elif message is None and cell is not None:
-                        attempts[cell.id] += 1
-                        if attempts[cell.id] < _ATTEMPTS:
-                            waiting.insert(0, cell)
-                        else:
-                            yield cell, Outcome(Result(cell, "failed", _death(job.process)))
+                    elif message is None:
+                        if cell is not None:
+                            attempts[cell.id] += 1
+                            if attempts[cell.id] < _ATTEMPTS:
+                                waiting.insert(0, cell)
+                            else:
+                                yield cell, Outcome(Result(cell, "failed", _death(job.process)))
                         jobs.remove(job)
-                        jobs += [self._start()] if waiting else []
+                        jobs += self._replace(job, jobs) if waiting else []
                         continue
                     self._give(job, waiting, started)
             self._idle = jobs
@@ -87,6 +89,21 @@ class Pool:
         theirs.close()
         return _Job(process, ours)
 
+    def _replace(self, dead: _Job, others: list[_Job]) -> list[_Job]:
+        """A job in place of one that was killed; none for one that could not even begin while others do the work.
+
+        Raises:
+            UserError: none can begin.
+        """
+        if dead.ready:
+            return [self._start()]
+        if others:
+            return []
+        self._false_starts += 1
+        if self._false_starts >= _ATTEMPTS:
+            raise UserError(f"a job ended before its first cell: {_death(dead.process)}")
+        return [self._start()]
+
     def _give(self, job: _Job, waiting: list[Cell], started: Callable[[Cell], None]) -> None:
         """The next cell, if there is one and the job is ready for it."""
         job.cell = waiting.pop(0) if waiting else None
@@ -99,14 +116,12 @@ class Pool:
         """What a job says; None when it was killed.
 
         Raises:
-            UserError: it could not begin.
+            UserError: it cannot do its work.
         """
         try:
             message = job.pipe.recv()
         except (EOFError, OSError):
             job.process.join(10)
-            if not job.ready:
-                raise UserError(f"a job ended before its first cell: {_death(job.process)}") from None
             return None
         if isinstance(message, UserError):
             raise message
