@@ -23,7 +23,7 @@ def test_without_ray_the_message_says_what_to_install(plan, monkeypatch):
         RayPool(plan.config, plan.data, "auto")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "auto", "nonsense"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
 def test_where_no_cluster_answers_the_message_says_so(plan, address, monkeypatch):
     pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed")
     from vision_attn.contrast.ray_runner import RayPool
@@ -37,7 +37,7 @@ def test_where_no_cluster_answers_the_message_says_so(plan, address, monkeypatch
 def cluster():
     """Ray with two workers on this machine."""
     ray = pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed: cells on a cluster are not tested")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     yield ray
     ray.shutdown()
 
