@@ -19,8 +19,8 @@ from vision_attn.checkpoints.vetting import vet
 from vision_attn.cli.main import main
 from vision_attn.errors import UserError
 
-PICKLES = runpy.run_path(str(Path(__file__).with_name("hostile_pickles.py")))
 TABLES = runpy.run_path(str(Path(__file__).with_name("hostile_tables.py")))
+PICKLES = TABLES["PICKLES"]
 ATTACKS = {**PICKLES["ATTACKS"], **TABLES["ATTACKS"]}
 CHANGES = TABLES["changes"]()
 small, lightning = PICKLES["small"], PICKLES["lightning"]
