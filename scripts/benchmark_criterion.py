@@ -16,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +27,8 @@ from torch import Tensor
 from transformers.loss.loss_deformable_detr import DeformableDetrForObjectDetectionLoss
 from transformers.loss.loss_for_object_detection import ForObjectDetectionLoss
 
-from vision_attn.attention.kernel_table import cpu_capability, cpu_name
-from vision_attn.benchmarking import interleaved, synchronizer
+from vision_attn.benchmarking import add_conditions, begin, interleaved, synchronizer
 from vision_attn.detection.criterion import Criterion, CriterionConfig
-from vision_attn.training.memory import keep_freed_memory
 
 CLASSES = 91
 Step = Callable[[], tuple[Tensor, Tensor, Tensor]]
@@ -130,22 +127,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--objects", type=int, default=20, help="per image")
     parser.add_argument("--rounds", type=int, default=51, help="timings of which the median counts")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     parser.add_argument("--quick", action="store_true", help="three rounds: a smoke test")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    threads = torch.get_num_threads()
-    if options.cpu_time and (threads > 1 or options.device != "cpu"):
-        parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
-    keep_freed_memory()  # as `vision-attn fit` does
-    torch.manual_seed(0)
+    add_conditions(parser)
+    options, hardware, clock = begin(parser)
     rows = measure(options)
-    hardware = f"{cpu_name()} ({cpu_capability()}), {threads} threads" if options.device == "cpu" else options.device
-    clock = "processor time" if options.cpu_time else "wall-clock time"
     title = (
         f"{options.queries} queries x {options.layers} layers x {options.objects} objects, {CLASSES} classes, "
         f"{hardware}, torch {torch.__version__}, transformers {transformers.__version__}, {clock}"

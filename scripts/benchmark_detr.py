@@ -17,7 +17,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own messages
@@ -27,11 +26,9 @@ import transformers
 from torch import Tensor, nn
 
 import vision_attn as va
-from vision_attn.attention.kernel_table import cpu_capability, cpu_name
-from vision_attn.benchmarking import interleaved, matrix_share, synchronizer
+from vision_attn.benchmarking import add_conditions, begin, interleaved, matrix_share, synchronizer
 from vision_attn.checkpoints import detr_names
 from vision_attn.detection.criterion import Criterion
-from vision_attn.training.memory import keep_freed_memory
 
 CLASSES = 91
 
@@ -115,19 +112,10 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=20, help="objects in each image")
     parser.add_argument("--padded", action="store_true", help="every second image ends at three quarters of the width")
     parser.add_argument("--rounds", type=int, default=5, help="timings of which the median counts")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     parser.add_argument("--quick", action="store_true", help="two rounds of small images: a smoke test")
     parser.add_argument("--profile", action="store_true", help="show where the time of each model goes")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    if options.cpu_time and (torch.get_num_threads() > 1 or options.device != "cpu"):
-        parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
-    keep_freed_memory()  # as `vision-attn fit` does
-    torch.manual_seed(0)
+    add_conditions(parser)
+    options, hardware, clock = begin(parser)
     functions = steps(options)
     seconds = interleaved(
         functions,
@@ -135,11 +123,10 @@ def main() -> None:
         clock=time.process_time if options.cpu_time else time.perf_counter,
         synchronize=synchronizer(options.device),
     )
-    cpu = f"{cpu_name()} ({cpu_capability()}), {torch.get_num_threads()} threads"
     found: dict[str, Any] = {
-        "hardware": cpu if options.device == "cpu" else torch.cuda.get_device_name(),
+        "hardware": hardware if options.device == "cpu" else torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "clock": "processor time" if options.cpu_time else "wall-clock time",
+        "clock": clock,
         "batch": options.batch,
         "size": "128 x 160" if options.quick else "480 x 640",
         "padded": options.padded,

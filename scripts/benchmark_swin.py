@@ -17,7 +17,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own messages
@@ -32,10 +31,16 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 import vision_attn as va
-from vision_attn.attention.kernel_table import cpu_capability, cpu_name
-from vision_attn.benchmarking import forward_pass, interleaved, matrix_share, synchronizer, training_step
+from vision_attn.benchmarking import (
+    add_conditions,
+    begin,
+    forward_pass,
+    interleaved,
+    matrix_share,
+    synchronizer,
+    training_step,
+)
 from vision_attn.checkpoints import swin_names
-from vision_attn.training.memory import keep_freed_memory
 
 NAME = "swin_tiny_patch4_window7_224"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -166,24 +171,12 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), help="default: both")
     parser.add_argument("--batch", type=int, default=8, help="images")
     parser.add_argument("--rounds", type=int, default=9, help="timings of which the median counts")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     parser.add_argument("--quick", action="store_true", help="two rounds of one image: a smoke test")
     parser.add_argument("--profile", action="store_true", help="show where the time of each model goes")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    threads = torch.get_num_threads()
-    if options.cpu_time and (threads > 1 or options.device != "cpu"):
-        parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
-    keep_freed_memory()  # as `vision-attn fit` does
-    torch.manual_seed(0)
+    add_conditions(parser)
+    options, hardware, clock = begin(parser)
     rows = measure(build(options.device), options)
     print()
-    hardware = f"{cpu_name()} ({cpu_capability()}), {threads} threads" if options.device == "cpu" else options.device
-    clock = "processor time" if options.cpu_time else "wall-clock time"
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, timm, torchvision, transformers))
     title = f"{NAME}, {hardware}, {versions}, {clock}"
     show(rows, title)

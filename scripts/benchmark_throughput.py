@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own messages
@@ -28,9 +27,15 @@ from rich.table import Table
 from timm.layers import set_fused_attn
 
 import vision_attn as va
-from vision_attn.attention.kernel_table import cpu_capability, cpu_name
-from vision_attn.benchmarking import forward_pass, interleaved, matrix_share, synchronizer, training_step
-from vision_attn.training.memory import keep_freed_memory
+from vision_attn.benchmarking import (
+    add_conditions,
+    begin,
+    forward_pass,
+    interleaved,
+    matrix_share,
+    synchronizer,
+    training_step,
+)
 
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "vit_tiny": ("vit_tiny_patch16_224", {"img_size": 32, "patch_size": 4, "num_classes": 10}, 128),
@@ -124,23 +129,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), help="default: both")
     parser.add_argument("--rounds", type=int, default=9, help="timings of which the median counts")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
     parser.add_argument("--quick", action="store_true", help="two rounds of an eighth of the batch: a smoke test")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    threads = torch.get_num_threads()
-    if options.cpu_time and (threads > 1 or options.device != "cpu"):
-        parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
-    keep_freed_memory()  # as `vision-attn fit` does
-    torch.manual_seed(0)
+    add_conditions(parser)
+    options, hardware, clock = begin(parser)
     rows = [row for case in options.models for row in measure(case, options)]
     print()
-    hardware = f"{cpu_name()} ({cpu_capability()}), {threads} threads" if options.device == "cpu" else options.device
-    clock = "processor time" if options.cpu_time else "wall-clock time"
     title = f"{hardware}, torch {torch.__version__}, timm {timm.__version__}, {clock}"
     show(rows, title)
     if options.json:

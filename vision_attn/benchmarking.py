@@ -5,10 +5,12 @@ A machine that slows down for a while then slows all candidates alike.
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,38 @@ def interleaved(
             if i >= 0:
                 seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def add_conditions(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark script: under which conditions it measures."""
+    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time, for one thread on a busy machine")
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+
+
+def begin(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, str, str]:
+    """Read the options, set the threads, seed, and keep freed memory as `vision-attn fit` does.
+
+    Args:
+        parser: with what :func:`add_conditions` adds.
+
+    Returns:
+        The options; the hardware and the clock, in words.
+    """
+    from vision_attn.training.memory import keep_freed_memory
+
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    threads = torch.get_num_threads()
+    if options.cpu_time and (threads > 1 or options.device != "cpu"):
+        parser.error("--cpu-time needs --threads 1 on a CPU: with more threads, waiting counts as work")
+    keep_freed_memory()
+    torch.manual_seed(0)
+    name = f"{kernel_table.cpu_name()} ({kernel_table.cpu_capability()}), {threads} threads"
+    clock = "processor time" if options.cpu_time else "wall-clock time"
+    return options, name if options.device == "cpu" else options.device, clock
 
 
 def fit_exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
