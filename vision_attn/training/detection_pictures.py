@@ -14,7 +14,18 @@ from torch import Tensor
 from vision_attn.detection.boxes import cxcywh_to_xyxy
 from vision_attn.detection.confusion import Confusion, confusion
 from vision_attn.detection.postprocess import postprocess
-from vision_attn.training.pictures import GOOD, GREY, TRAIN, VAL, _Figure, _tiles, confusion_matrix
+from vision_attn.training.pictures import (
+    GOOD,
+    GREY,
+    TRAIN,
+    VAL,
+    _Figure,
+    _tiles,
+    confusion_matrix,
+    curve,
+    learning_rate,
+    mark_best,
+)
 
 PALE = "#AEC7E0"
 TILE = 420  # pixels: as wide as an image of a grid is drawn
@@ -109,22 +120,14 @@ def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "",
     )
     with _Figure(path, figsize=(10.5, 3.3), columns=3) as (figure, axes):
         for place, key, label, color in lines:
-            points = [(row["step"], row[key]) for row in rows if key in row]
-            if points:
-                mark = "o" if len(points) < 40 else None
-                axes[place].plot(*zip(*points, strict=True), color=color, lw=1.6, marker=mark, ms=3, label=label)
+            curve(axes[place], rows, key, label, color)
         axes[0].set(xlabel="optimizer step", ylabel="loss of all layers")
         axes[1].set(xlabel="optimizer step", ylabel="average precision, validation", ylim=(0, None))
         for axis in axes[:2]:
             if axis.lines:
                 axis.legend()
-        best = max((r for r in rows if "val/ap" in r), key=lambda r: (r["val/ap"], r["step"]), default=None)
-        if best is not None:
-            axes[1].plot(best["step"], best["val/ap"], "*", color=VAL, ms=11, mec="white", mew=0.6)
-            axes[1].set_title(f"best validation: {best['val/ap']:.3f} at step {best['step']:,}")
-        axes[2].plot([r["step"] for r in rows], [r["lr"] for r in rows], color=GREY, lw=1.6)
-        axes[2].set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
-        axes[2].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        mark_best(axes[1], rows, "val/ap", "{:.3f}")
+        learning_rate(axes[2], rows)
         figure.suptitle(title, fontsize=11)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.atomic import atomic_write
+from vision_attn.training.run_folder import best_row
 
 TRAIN, VAL, GREY, GOOD, BAD = "#4477AA", "#EE6677", "#777777", "#1B7837", "#B2182B"  # Paul Tol's bright scheme
 STYLE: Any = {
@@ -33,6 +34,29 @@ STYLE: Any = {
 }
 
 
+def curve(axis: Any, rows: Sequence[dict[str, Any]], key: str, label: str, color: str) -> None:
+    """One metric over optimizer steps; nothing where no row has it."""
+    points = [(row["step"], row[key]) for row in rows if key in row]
+    if points:
+        mark = "o" if len(points) < 40 else None
+        axis.plot(*zip(*points, strict=True), color=color, lw=1.6, marker=mark, ms=3, label=label)
+
+
+def mark_best(axis: Any, rows: Sequence[dict[str, Any]], key: str, form: str) -> None:
+    """A star on the best validation, which the title tells; ``form`` writes the value."""
+    best = best_row(list(rows), key)
+    if best:
+        axis.plot(best["step"], best[key], "*", color=VAL, ms=11, mec="white", mew=0.6)
+        axis.set_title(f"best validation: {form.format(best[key])} at step {best['step']:,}")
+
+
+def learning_rate(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """The learning rate over optimizer steps."""
+    axis.plot([r["step"] for r in rows], [r["lr"] for r in rows], color=GREY, lw=1.6)
+    axis.set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+
+
 def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
     """Loss and accuracy (training and validation) and the learning rate over optimizer steps.
 
@@ -44,20 +68,12 @@ def learning_curves(rows: Sequence[dict[str, Any]], path: Path, title: str = "")
     with _Figure(path, figsize=(10.5, 3.3), columns=3) as (figure, axes):
         for axis, name in zip(axes, ("loss", "acc"), strict=False):
             for stage, color in (("train", TRAIN), ("val", VAL)):
-                points = [(r["step"], r[f"{stage}/{name}"]) for r in rows if f"{stage}/{name}" in r]
-                if points:
-                    mark = "o" if len(points) < 40 else None
-                    axis.plot(*zip(*points, strict=True), color=color, lw=1.6, marker=mark, ms=3, label=stage)
+                curve(axis, rows, f"{stage}/{name}", stage, color)
             axis.set(xlabel="optimizer step", ylabel={"loss": "cross-entropy", "acc": "accuracy"}[name])
             if axis.lines:
                 axis.legend()
-        best = max((r for r in rows if "val/acc" in r), key=lambda r: (r["val/acc"], r["step"]), default=None)
-        if best is not None:
-            axes[1].plot(best["step"], best["val/acc"], "*", color=VAL, ms=11, mec="white", mew=0.6)
-            axes[1].set_title(f"best validation: {best['val/acc']:.2%} at step {best['step']:,}")
-        axes[2].plot([r["step"] for r in rows], [r["lr"] for r in rows], color=GREY, lw=1.6)
-        axes[2].set(xlabel="optimizer step", ylabel="learning rate", ylim=(0, None))
-        axes[2].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        mark_best(axes[1], rows, "val/acc", "{:.2%}")
+        learning_rate(axes[2], rows)
         figure.suptitle(title, fontsize=11)
 
 
