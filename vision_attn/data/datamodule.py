@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from vision_attn.data.augment import Augmenter
+from vision_attn.data.base import SplitData
 from vision_attn.data.config import AugmentConfig
-from vision_attn.data.loader import EvalLoader, TrainLoader, rank_and_world
+from vision_attn.data.loader import EvalLoader, TrainLoader
 from vision_attn.data.sets import MemorySet, StreamedSet, hash_sets, subset_rows
 from vision_attn.data.sources import SourceOptions, Split, create_source
 from vision_attn.errors import UserError
@@ -20,7 +20,7 @@ from vision_attn.errors import UserError
 _OFF = AugmentConfig()  # not an optional argument: the command line says more about a mistake in a plain one
 
 
-class ImageData(LightningDataModule):
+class ImageData(SplitData):
     """Images of one class each.
 
     Training batches leave the loader as raw pixels and are augmented and normalised on the model's device, in
@@ -55,6 +55,7 @@ class ImageData(LightningDataModule):
     """
 
     in_chans = 3
+    train_loader, eval_loader = TrainLoader, EvalLoader
 
     def __init__(
         self,
@@ -152,41 +153,8 @@ class ImageData(LightningDataModule):
 
     # -- loaders --------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> TrainLoader:
-        data = self._required("train")
-        rank, world = rank_and_world()
-        return TrainLoader(
-            data,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            rank=rank,
-            world=world,
-            # Lightning's overfit_batches means the same few batches in every epoch
-            shuffle=not getattr(self.trainer, "overfit_batches", 0),
-            drop_last=self.drop_last,
-            partners=self.augment.mixes and isinstance(data, MemorySet),
-            num_workers=self.num_workers,
-        )
-
-    def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
-        """Validation batches; an empty list, which Lightning takes for "none", when all images are trained on."""
-        return [] if self.split("val") is None else self._eval_loader("val")
-
-    def test_dataloader(self) -> EvalLoader:
-        return self._eval_loader("test")
-
-    def predict_dataloader(self) -> EvalLoader:
-        return self._eval_loader("test")
-
-    def _eval_loader(self, name: Split) -> EvalLoader:
-        rank, world = rank_and_world()
-        return EvalLoader(
-            self._required(name),
-            batch_size=self.eval_batch_size,
-            rank=rank,
-            world=world,
-            num_workers=self.num_workers,
-        )
+    def _train_options(self, data: MemorySet | StreamedSet) -> dict[str, Any]:
+        return {"partners": self.augment.mixes and isinstance(data, MemorySet)}
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int = 0) -> dict[str, Any]:
         """Augment (training batches, which carry an ``epoch``) and normalise, on the device the batch is on."""

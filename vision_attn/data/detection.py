@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from vision_attn.data.augment import Augmenter
+from vision_attn.data.base import SplitData
 from vision_attn.data.coco import read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths
 from vision_attn.data.coco_table import CocoTable, choose_categories, fit_boxes, match_categories
@@ -24,7 +24,6 @@ from vision_attn.data.detection_sets import Boxes, DetectionSet, make_targets
 from vision_attn.data.detection_subsets import subset_rows, without_overlap
 from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
 from vision_attn.data.findings import Findings
-from vision_attn.data.loader import rank_and_world
 from vision_attn.data.pixels import CachedPixels, FilePixels, MemoryPixels, Pixels
 from vision_attn.data.randomness import Stream, uniforms
 from vision_attn.data.sources import Split, data_root
@@ -34,7 +33,7 @@ _OFF = DetectionAugmentConfig()
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
-class DetectionData(LightningDataModule):
+class DetectionData(SplitData):
     """Images with boxes.
 
     Every random choice depends on (seed, epoch, image) alone: not on workers or a resume. Batches leave the loader as
@@ -91,6 +90,7 @@ class DetectionData(LightningDataModule):
     """
 
     in_chans = 3
+    train_loader, eval_loader = DetectionTrainLoader, DetectionEvalLoader
 
     def __init__(
         self,
@@ -311,40 +311,8 @@ class DetectionData(LightningDataModule):
 
     # -- loaders --------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> DetectionTrainLoader:
-        rank, world = rank_and_world()
-        return DetectionTrainLoader(
-            self._required("train"),
-            batch_size=self.batch_size,
-            seed=self.seed,
-            rank=rank,
-            world=world,
-            # Lightning's overfit_batches means the same few batches in every epoch
-            shuffle=not getattr(self.trainer, "overfit_batches", 0),
-            drop_last=self.drop_last,
-            group=self.group_batches,
-            num_workers=self.num_workers,
-        )
-
-    def val_dataloader(self) -> DetectionEvalLoader | list[DetectionEvalLoader]:
-        """Validation batches; an empty list, which Lightning takes for "none", where the set has no such split."""
-        return [] if self.split("val") is None else self._eval_loader("val")
-
-    def test_dataloader(self) -> DetectionEvalLoader:
-        return self._eval_loader("test")
-
-    def predict_dataloader(self) -> DetectionEvalLoader:
-        return self._eval_loader("test")
-
-    def _eval_loader(self, name: Split) -> DetectionEvalLoader:
-        rank, world = rank_and_world()
-        return DetectionEvalLoader(
-            self._required(name),
-            batch_size=self.eval_batch_size,
-            rank=rank,
-            world=world,
-            num_workers=self.num_workers,
-        )
+    def _train_options(self, data: DetectionSet) -> dict[str, Any]:
+        return {"group": self.group_batches}
 
     def on_after_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int = 0) -> dict[str, Any]:
         """Colour (training batches, which carry an ``epoch``), normalise, make the targets; on the batch's device."""
