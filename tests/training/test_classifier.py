@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 
 from vision_attn.errors import UserError
-from vision_attn.training.classifier import Classifier, is_cnn
+from vision_attn.training.classifier import Classifier, prefers_channels_last
 from vision_attn.training.module import step_seed
 from vision_attn.training.optimizers import OptimizerConfig
 
@@ -47,17 +47,23 @@ def test_labels_and_preprocessing_travel_with_the_model():
     assert all(name.startswith("model.") for name in module.state_dict())
 
 
-def test_cnns_get_channels_last_and_transformers_do_not():
-    cnn = Classifier("resnet20_cifar", num_classes=5, img_size=(8, 8))
-    assert is_cnn(cnn.model)
-    assert cnn.channels_last
-    weight = next(p for p in cnn.model.parameters() if p.ndim == 4 and p.shape[1] > 3)
+@pytest.mark.parametrize("name", ["resnet20_cifar", "cct_2_3x2_32"])
+def test_models_whose_convolutions_overlap_get_channels_last(name):
+    model = Classifier(name, num_classes=5, img_size=(8, 8))
+    assert prefers_channels_last(model.model)
+    assert model.channels_last
+    weight = next(p for p in model.model.parameters() if p.ndim == 4 and p.shape[1] > 3)
     assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert not classifier().channels_last
-    plain = Classifier("resnet20_cifar", num_classes=5, img_size=(8, 8), channels_last=False)
-    plain.load_state_dict(cnn.state_dict())
+    plain = Classifier(name, num_classes=5, img_size=(8, 8), channels_last=False)
+    plain.load_state_dict(model.state_dict())
     image = torch.randn(3, 3, 8, 8)
-    torch.testing.assert_close(plain.eval()(image), cnn.eval()(image))
+    torch.testing.assert_close(plain.eval()(image), model.eval()(image))
+
+
+def test_patches_are_no_overlapping_convolutions():
+    vit = classifier()
+    assert not vit.channels_last
+    assert not prefers_channels_last(vit.model)
 
 
 def test_step_seeds_differ():

@@ -34,7 +34,7 @@ from vision_attn.data.sets import MemorySet, StreamedSet
 from vision_attn.errors import UserError
 from vision_attn.models import create_model
 from vision_attn.models.profile import count_macs, count_parameters
-from vision_attn.training.classifier import is_cnn
+from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.memory import keep_freed_memory
 from vision_attn.training.module import seed_generators, step_seed
 from vision_attn.training.optimizers import build_optimizer
@@ -151,7 +151,7 @@ class Training:
         self.images, self.true = training_images(data, cell.size, cell.noise, cell.seed)
         seed_generators(step_seed(cell.seed, _FIRST_WEIGHTS, cell.role, 0), device)
         self.model = make_model(config, cell.model, data)
-        self.channels_last = is_cnn(self.model)
+        self.channels_last = prefers_channels_last(self.model)
         self.model.to(device, memory_format=torch.channels_last if self.channels_last else torch.preserve_format)  # type: ignore[call-overload]
         self.augmenter: Augmenter = data.augmenter(self.arm, cell.seed, self.channels_last)
         if hasattr(self.model, "init_whitening"):

@@ -34,7 +34,7 @@ class Classifier(TrainingModule):
         preprocess: how images become tensors (linked); travels with the checkpoint.
         optimizer: optimizer and schedule.
         label_smoothing: share of the target spread over all classes (Szegedy et al. 2016).
-        channels_last: memory format of convolutions; None means for models without attention.
+        channels_last: memory format of convolutions; None means for models with overlapping convolutions.
         compile: pass the model through ``torch.compile``.
         seed: of dropout and the like (linked to ``seed_everything``).
 
@@ -83,7 +83,7 @@ class Classifier(TrainingModule):
         self.label_smoothing = label_smoothing
         channels = self.model.config["args"].get("in_chans", 3)
         self.reinforce = Reinforce(channels) if draws_keys(self.model) else None
-        self.channels_last = is_cnn(self.model) if channels_last is None else channels_last
+        self.channels_last = prefers_channels_last(self.model) if channels_last is None else channels_last
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)
         if compile:
@@ -150,9 +150,10 @@ class Classifier(TrainingModule):
         return counts.cpu()
 
 
-def is_cnn(model: nn.Module) -> bool:
-    """Whether a model convolves and never attends; such models run faster with channels last."""
-    from vision_attn.attention import Attention
+def prefers_channels_last(model: nn.Module) -> bool:
+    """Whether a model convolves with windows that overlap, be it only in its tokenizer: faster with channels last.
 
-    modules = list(model.modules())
-    return any(isinstance(m, nn.Conv2d) for m in modules) and not any(isinstance(m, Attention) for m in modules)
+    The patches of a ViT do not overlap: cutting them is one matrix product, whatever the memory format.
+    """
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    return any(size > step for conv in convolutions for size, step in zip(conv.kernel_size, conv.stride, strict=True))

@@ -15,7 +15,7 @@ from vision_attn.attention.config import AttentionConfig
 from vision_attn.detection.criterion import Criterion, CriterionConfig
 from vision_attn.detection.postprocess import postprocess
 from vision_attn.errors import UserError
-from vision_attn.training.classifier import is_cnn
+from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
 
@@ -48,7 +48,7 @@ class Detector(TrainingModule):
         lr_backbone: peak learning rate of the backbone; None: that of everything else, 0: not trained.
         criterion: losses and matching costs.
         max_detections: per image, in evaluations.
-        channels_last: memory format of the backbone; None means for convolutional ones.
+        channels_last: memory format of the backbone; None means where convolutions overlap.
         compile: pass the model through ``torch.compile``.
         seed: of dropout, denoising queries and the like (linked to ``seed_everything``).
 
@@ -113,7 +113,7 @@ class Detector(TrainingModule):
     ) -> None:
         self.criterion = Criterion(num_classes, criterion, self.model.classification)
         self.max_detections = max_detections
-        self.channels_last = is_cnn(self.model.backbone) if channels_last is None else channels_last
+        self.channels_last = prefers_channels_last(self.model.backbone) if channels_last is None else channels_last
         if self.channels_last:
             self.model.backbone.to(memory_format=torch.channels_last)
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()

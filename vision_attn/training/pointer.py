@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.errors import UserError
-from vision_attn.training.classifier import is_cnn
+from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
 from vision_attn.training.reinforce import draws_keys
@@ -65,7 +65,7 @@ class Sorter(TrainingModule):
             self.model.config["labels"] = [str(label) for label in labels]
         if preprocess is not None:
             self.model.config["preprocess"] = dict(preprocess)
-        if is_cnn(self.model.image_encoder):  # type: ignore[arg-type]
+        if prefers_channels_last(self.model.image_encoder):  # type: ignore[arg-type]
             self.model.image_encoder.to(memory_format=torch.channels_last)  # a fifth faster
         if compile:
             self.model.compile()
