@@ -32,8 +32,10 @@ def test_runs_are_compared(runs, tmp_path):
     done = compare("--metric", "val/ap", "--output", output, f"denoising={runs / 'dn' / '0'}", runs / "vanilla" / "0")
     assert done.returncode == 0, done.stderr
     first, second, path = done.stdout.splitlines()
-    assert first.startswith("denoising (") and first.endswith("val/ap 0.5000 at step 500, 5.0 min")
-    assert second.startswith("vanilla (") and "0.0500" in second
+    assert first.startswith("denoising (")
+    assert first.endswith("val/ap 0.5000 at step 500, 5.0 min")
+    assert second.startswith("vanilla (")
+    assert "0.0500" in second
     assert path == str(output)
     with Image.open(output) as picture:
         assert picture.width > 1000
