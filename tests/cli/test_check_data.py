@@ -94,8 +94,7 @@ def test_everything_at_once(clean: Any, capsys: pytest.CaptureFixture[str], tmp_
     kinds = {finding["kind"]: finding for finding in findings}
     expected = {
         "images missing in": 1,
-        "images that cannot be read": 1,
-        "images that cannot be decoded": 1,
+        "images that cannot be read": 2,
         "images whose size is not": 1,
         "boxes whose width or height": 1,
         "boxes with NaN": 1,
@@ -116,6 +115,39 @@ def test_everything_at_once(clean: Any, capsys: pytest.CaptureFixture[str], tmp_
         assert words in printed
     assert kinds["images that are in instances_val.json too, by content"]["ids"] == ["5 = 2"]
     assert printed.splitlines()[-1] == f"{len(findings)} kinds of mistakes"
+
+
+@pytest.mark.parametrize("resaved", [False, True])
+def test_what_is_called_refused_is_refused_in_training(
+    clean: Any, capsys: pytest.CaptureFixture[str], resaved: bool
+) -> None:
+    """The words and training agree: pictures of training in validation are, those of validation in test are not."""
+    from vision_attn.data import DetectionData
+    from vision_attn.errors import UserError
+
+    root, train, val = clean
+    test = coco(root, "test", 3, 90)
+    for name, content in (("train", train), ("val", val), ("test", test)):
+        write(root, name, content)
+    files = {f"{name}_json": f"annotations/instances_{name}.json" for name in ("train", "val", "test")}
+
+    def copy(source: str, target: str) -> None:
+        if resaved:
+            Image.open(root / source).save(root / target, compress_level=1)
+        else:
+            shutil.copy(root / source, root / target)
+
+    copy("val/1.png", "test/2.png")
+    assert check(root) == 1
+    assert "1 images that are in instances_test.json too, by content (image 1 = 2): all are kept" in (
+        capsys.readouterr().out
+    )
+    DetectionData("coco", root=root, **files).setup("fit")
+    copy("train/4.png", "val/3.png")
+    assert check(root) == 1
+    assert "in instances_val.json too, by content (image 4 = 3): training refuses them" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"1 training images that are in instances_val\.json too"):
+        DetectionData("coco", root=root, **files).setup("fit")
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +202,7 @@ def test_class_folders(classes: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "classes that no training image has",
     }
     assert found["classes that no training image has"]["ids"] == ["z"]
+    assert found["images that are in val too"]["repair"] == "all are kept"  # training does not compare class folders
     assert "kinds of mistakes" in captured.err
 
 

@@ -27,6 +27,7 @@ from vision_attn.data.coco_table import choose_categories, fit_boxes, match_cate
 from vision_attn.data.findings import Findings
 from vision_attn.errors import UserError
 
+CROWD, NO_CROWD = "whose 'iscrowd' is not written as 0 or 1", "whose 'iscrowd' says neither yes nor no"
 CATEGORIES = [{"id": 9, "name": "cat", "supercategory": "animal"}, {"id": 4, "name": "dog"}]
 
 
@@ -134,6 +135,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
         (content(annotations=[annotation(1), annotation(1)]), "annotation ids given twice", 1, 2),
         (content(annotations=[annotation(0), annotation(1)]), "without an id of at least 1", 1, 2),
         (content(annotations=[annotation(1, area=None), annotation(2, area=-1)]), "without an area", 2, 2),
+        (content(annotations=[annotation(n, iscrowd=v) for n, v in enumerate((2, "true", "1", "0"), 1)]), CROWD, 4, 4),
+        (content(annotations=[annotation(n, iscrowd=v) for n, v in enumerate(("x", [], {}), 1)]), NO_CROWD, 3, 3),
+        (content(annotations=[annotation(1, iscrowd=math.nan), annotation(2, iscrowd=None)]), NO_CROWD, 2, 2),
         (content(images=[image(1), image(1), image(5)]), "images listed twice", 1, 3),
         (content(images=[{"id": 1, "file_name": "x"}, image(5)]), "without height and width", 1, 3),
         (content(categories=[*CATEGORIES, CATEGORIES[0]]), "categories given twice", 1, 3),
@@ -149,6 +153,18 @@ def test_repairs_are_counted(tmp_path: Path, data: Any, kind: str, count: int, l
     assert len(table.boxes) == left
     assert len(set(table.annotation_ids.tolist())) == left
     assert len(set(table.labels)) == len(table.labels)
+
+
+def test_crowds_are_those_that_the_evaluator_takes_for_crowds(tmp_path: Path) -> None:
+    """pycocotools takes every number but 0 for yes; words are read as they are meant."""
+    said = [0, 1, False, True, 1.0, 0.0, 2, -1, "1", "0", "true", "False", " yes ", "no", "x", None, [1]]
+    expected = [0, 1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0]
+    rows = [annotation(n, iscrowd=value) for n, value in enumerate(said, 1)]
+    rows.append({key: value for key, value in annotation(99).items() if key != "iscrowd"})  # as many exporters write it
+    table, found = read(tmp_path, content(annotations=rows))
+    assert table.crowd.astype(int).tolist() == [*expected, 0]
+    assert found["annotations " + CROWD].count == 8
+    assert found["annotations " + NO_CROWD].count == 3
 
 
 def test_repairs_are_one_warning_with_ids(tmp_path: Path) -> None:

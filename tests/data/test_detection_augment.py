@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision import tv_tensors
@@ -18,6 +21,7 @@ from vision_attn.data.detection_augment import (
     draw_view,
     move_boxes,
 )
+from vision_attn.data.detection_layouts import LAYOUTS, choose_resize
 from vision_attn.errors import UserError
 
 GROUND = torch.tensor([7, 8, 9], dtype=torch.uint8).view(3, 1, 1)
@@ -136,6 +140,30 @@ def test_detrs_recipe_is_the_default_of_its_parts() -> None:
     share = views.source[cropped, 2:].double() / sizes[cropped]
     assert share.min() >= 384 / 800 * 0.99 * 0.75
     assert ((views.source[:, :2] >= 0) & (views.source[:, :2] + views.source[:, 2:] <= sizes)).all()
+
+
+RECIPES = sorted(Path(__file__).parents[2].glob("recipes/coco_[!0-9]*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_on_coco_augment_as_the_original_does(path: Path) -> None:
+    """make_coco_transforms("train") in datasets/coco.py of github.com/facebookresearch/detr, and crop beside."""
+    data = yaml.safe_load(path.read_text())["data"]
+    config = DetectionAugmentConfig(**data["augment"])
+    assert config == DetectionAugmentConfig(
+        flip=True,  # RandomHorizontalFlip()
+        multi_scale=True,  # RandomResize(scales, max_size=1333), in both branches
+        scales=(480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800),
+        crop=0.5,  # RandomSelect
+        crop_scales=(400, 500, 600),  # RandomResize([400, 500, 600])
+        crop_size=(384, 600),  # RandomSizeCrop(384, 600)
+        min_visible=0.0,  # crop keeps every box of which an area is left
+        color_jitter=0.0,
+    )
+    resize = choose_resize(LAYOUTS[data["name"]].resize, data.get("img_size"), data.get("max_size", 1333), None)
+    assert resize == Resize("shorter", (800, 1333))  # of "val": RandomResize([800], max_size=1333)
+    assert (LAYOUTS["coco"].mean, LAYOUTS["coco"].std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert len(RECIPES) == 5
 
 
 @given(st.sampled_from(sorted(SETTINGS)), st.integers(1, 90), st.integers(1, 90), st.integers(0, 50))

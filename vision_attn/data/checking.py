@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from vision_attn.data.coco import read_coco
-from vision_attn.data.coco_images import compare_with_files, image_folder_of, in_threads
+from vision_attn.data.coco_images import compare_with_files, image_folder_of, in_threads, look_at
 from vision_attn.data.coco_table import CocoTable, fit_boxes, match_categories
 from vision_attn.data.findings import Finding, Findings
-from vision_attn.data.images import EXTENSIONS, read_image
+from vision_attn.data.images import EXTENSIONS
+from vision_attn.data.verify import Verifier
 from vision_attn.errors import UserError
+
+_KEPT = "all are kept"
 
 
 @dataclass
@@ -127,11 +130,14 @@ def check_coco(path: Path, folder: Path) -> tuple[Part, CocoTable | None]:
         findings.fatal(f"there is no image folder {folder}", path, [], "Name it with --images.", of="")
         sized = table.take(np.flatnonzero(table.sizes.all(1)))
     else:
-        compared = findings.attempt(path, lambda: compare_with_files(table, folder, findings))
+        verifier = Verifier(None, decode=True)
+        look = functools.partial(verifier.look, images=folder)
+        compared = findings.attempt(path, lambda: compare_with_files(table, folder, findings, look=look))
         if compared is None:
             return part, table
         sized, paths = compared[0], compared[1]
-        part.contents = _decode_all(sized, paths, findings)
+        rows = zip(sized.image_ids.tolist(), verifier.look(paths, folder), strict=True)
+        part.contents = [(number, header.pixels) for number, header in rows if header.pixels is not None]
     if len(sized.boxes):
         fit_boxes(sized, findings)
     return part, table
@@ -146,26 +152,6 @@ def _check_boxes(table: CocoTable, findings: Findings) -> None:
     _, first, count = np.unique(rows, axis=0, return_index=True, return_counts=True)
     twice = table.image_ids[table.image[first[count > 1]]].tolist() if len(rows) else []
     findings.repaired("boxes given more than once, in the same place and category", table.path, twice, "all are kept")
-
-
-def _decode_all(table: CocoTable, paths: list[str], findings: Findings) -> list[tuple[Any, bytes]]:
-    contents, broken = [], []
-    for number, content in zip(table.image_ids.tolist(), in_threads(pixel_hash, paths), strict=True):
-        if isinstance(content, bytes):
-            contents.append((number, content))
-        else:
-            broken.append(f"{number}: {content}")
-    findings.fatal("images that cannot be decoded", table.path, broken, "Replace them.")
-    return contents
-
-
-def pixel_hash(path: str) -> bytes | str:
-    """A hash of an image's size and pixels as shown, or why it cannot be decoded."""
-    try:
-        picture = read_image(path)
-    except UserError as error:
-        return str(error.__cause__ or error)
-    return hashlib.blake2b(f"{picture.size}".encode() + picture.tobytes(), digest_size=16).digest()
 
 
 # -- folders of classes -------------------------------------------------------------------------------
@@ -202,12 +188,13 @@ def check_class_folder(folder: Path, reference: Path) -> Part:
         others += [os.path.relpath(file, folder) for file in files if file.suffix.lower() not in EXTENSIONS]
         if not images:
             empty.append(name)
-        for file, content in zip(images, in_threads(pixel_hash, [str(file) for file in images]), strict=True):
+        decode = functools.partial(look_at, decode=True)
+        for file, header in zip(images, in_threads(decode, [str(file) for file in images]), strict=True):
             shown = os.path.relpath(file, folder)
-            if isinstance(content, bytes):
-                part.contents.append((shown, content))
+            if header.pixels is not None:
+                part.contents.append((shown, header.pixels))
             else:
-                broken.append(f"{shown}: {content}")
+                broken.append(f"{shown}: {header.error}")
         part.images += len(images)
     findings.fatal("class folders without images", folder, empty, "Add some or delete them.", of="category")
     findings.fatal("images that cannot be read", folder, broken, "Replace or delete them.", of="file")
@@ -248,11 +235,13 @@ def _compare_contents(parts: list[Part]) -> None:
             if content in seen:
                 twice.append(f"{name} = {seen[content]}")
             seen.setdefault(content, name)
-        _add(part, "images that repeat another one of the same file, by content", twice, "all are kept")
+        _add(part, "images that repeat another one of the same file, by content", twice, _KEPT)
         for other in parts[number + 1 :]:
             shared = [f"{seen[content]} = {name}" for name, content in other.contents if content in seen]
             kind = f"images that are in {os.path.basename(other.where)} too, by content"
-            _add(part, kind, shared, "training refuses them unless data.overlap says otherwise")
+            # only detection compares, and only its training images with those of evaluation
+            refused = number == 0 and os.path.isfile(part.where) and not _is_training(Path(other.where))
+            _add(part, kind, shared, "training refuses them unless data.overlap says otherwise" if refused else _KEPT)
 
 
 def _add(part: Part, kind: str, ids: Iterable[str], repair: str) -> None:

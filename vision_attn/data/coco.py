@@ -19,6 +19,8 @@ from vision_attn.data.findings import Findings
 from vision_attn.errors import UserError
 
 _LARGEST_ID = 2**63 - 1
+_WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # for a crowd
+_CONVERTED, _NO_CROWD = "converted", "taken for no crowd"
 
 
 def read_coco(path: str | Path, findings: Findings | None = None) -> CocoTable:
@@ -77,6 +79,18 @@ def as_id(value: Any) -> tuple[int | None, bool]:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value), True
     return None, False
+
+
+def as_crowd(value: Any) -> tuple[bool, str]:
+    """Whether ``iscrowd`` means a crowd, and what had to be done to it: ``""`` for a plain 0 or 1.
+
+    pycocotools takes every number but 0 for a crowd.
+    """
+    if isinstance(value, (int, float)) and not math.isnan(value):
+        return value != 0, "" if value in (0, 1) else _CONVERTED
+    if isinstance(value, str) and value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()], _CONVERTED
+    return False, _NO_CROWD
 
 
 def _ids(rows: list[Any], key: str, what: str, path: Path, findings: Findings) -> list[int | None]:
@@ -189,6 +203,7 @@ def _annotations(
     label_of = {number: label for label, number in enumerate(category_ids)}
     columns: list[tuple[int, int, list[float], bool, float, Any]] = []
     orphans, unknown, boxless, areas = [], [], [], []
+    crowds: dict[str, list[int]] = {}
     for image, category, row in zip(images, categories, rows, strict=True):
         if image is None or category is None:
             continue
@@ -206,7 +221,10 @@ def _annotations(
         if not 0.0 <= area < math.inf:
             areas.append(image)
             area = box[2] * box[3]
-        columns.append((row_of[image], label_of[category], box, row.get("iscrowd") in (1, True, "1"), area, row))
+        crowd, repair = as_crowd(row.get("iscrowd", 0))
+        if repair:
+            crowds.setdefault(repair, []).append(image)
+        columns.append((row_of[image], label_of[category], box, crowd, area, row))
     findings.fatal(
         "annotations of categories that the file does not list",
         path,
@@ -217,6 +235,9 @@ def _annotations(
     findings.repaired("annotations of images that the file does not list", path, orphans, "left out")
     findings.repaired("annotations without a box of four numbers", path, boxless, "left out")
     findings.repaired("annotations without an area", path, areas, "width × height of the box taken")
+    unwritten, unclear = (crowds.get(repair, []) for repair in (_CONVERTED, _NO_CROWD))
+    findings.repaired("annotations whose 'iscrowd' is not written as 0 or 1", path, unwritten, _CONVERTED)
+    findings.repaired("annotations whose 'iscrowd' says neither yes nor no", path, unclear, _NO_CROWD)
     table = {
         "image": np.array([c[0] for c in columns], dtype=np.int64),
         "label": np.array([c[1] for c in columns], dtype=np.int64),

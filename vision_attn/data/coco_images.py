@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.findings import Findings
-from vision_attn.data.images import read_image
+from vision_attn.data.images import read_image, to_rgb
 from vision_attn.errors import UserError
+
+if TYPE_CHECKING:
+    from vision_attn.data.verify import Keep
 
 _ORIENTATION = 0x0112  # EXIF tag
 _END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a whole file ends with
@@ -27,21 +30,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Header:
-    """What a look at the beginning and the end of an image file tells.
+    """What a look at an image file tells.
 
     Attributes:
         size: height and width as the image is shown; (0, 0) when it cannot be read.
         stored: height and width as the file stores it, before its EXIF orientation is applied.
         orientation: EXIF, 1 to 8.
-        bytes: of the file.
         error: why it cannot be read, or None.
+        pixels: a hash of the picture as shown, where it was decoded.
     """
 
     size: tuple[int, int] = (0, 0)
     stored: tuple[int, int] = (0, 0)
     orientation: int = 1
-    bytes: int = 0
     error: str | None = None
+    pixels: bytes | None = None
 
 
 def image_folder_of(root: Path, json_path: Path) -> Path:
@@ -71,37 +74,60 @@ def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         return list(pool.map(work, items, chunksize=16))
 
 
-def look_at(path: str) -> Header:
-    """Size and orientation without decoding; a file whose end is missing is decoded to be sure."""
+def look_at(path: str, *, decode: bool = False, keep: Keep | None = None) -> Header:
+    """Size and orientation of an image file, and whether it can be read.
+
+    Args:
+        path: of the file.
+        decode: decode it completely; otherwise only a JPEG or PNG whose end is missing is, and other damage is not
+            found.
+        keep: gets path and picture when it was decoded.
+    """
+    pixels = None
     try:
         with Image.open(path) as picture:
             stored = (picture.height, picture.width)
+            if decode:
+                picture.load()
             # Pillow would decode a whole PNG to look for a tag behind the pixels
-            known = picture.format != "PNG" or "exif" in picture.info
+            known = decode or picture.format != "PNG" or "exif" in picture.info
             tag = picture.getexif().get(_ORIENTATION, 1) if known else 1
             end = _END.get(picture.format or "")
-        bytes_ = os.path.getsize(path)
+            if decode:
+                shown = to_rgb(ImageOps.exif_transpose(picture))
+                pixels = pixels_hash(shown)
+                if keep is not None:
+                    keep(path, shown)
+            elif end is not None and not _ends_with(path, end):
+                read_image(path)
     except FileNotFoundError:
         return Header(error="no such file")
     except Exception as error:  # a damaged file can fail in every way there is
-        return Header(error=str(error) or type(error).__name__)
+        cause = error.__cause__ if isinstance(error, UserError) and error.__cause__ else error
+        return Header(error=str(cause) or type(cause).__name__)
     orientation = tag if isinstance(tag, int) and 1 <= tag <= 8 else 1
     size = stored[::-1] if orientation >= 5 else stored
-    if end is not None:
-        with open(path, "rb") as file:
-            file.seek(max(bytes_ - _TAIL, 0))
-            whole = end in file.read()
-        if not whole:
-            try:
-                read_image(path)
-            except UserError as error:
-                reason = str(error.__cause__ or error)
-                return Header(bytes=bytes_, error=reason)
-    return Header(size, (stored[0], stored[1]), orientation, bytes_)
+    return Header((size[0], size[1]), (stored[0], stored[1]), orientation, pixels=pixels)
+
+
+def _ends_with(path: str, end: bytes) -> bool:
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - _TAIL, 0))
+        return end in file.read()
+
+
+def pixels_hash(picture: Image.Image) -> bytes:
+    """A hash of a picture's size and pixels."""
+    return hashlib.blake2b(f"{picture.size}".encode() + picture.tobytes(), digest_size=16).digest()
 
 
 def compare_with_files(
-    table: CocoTable, folder: Path, findings: Findings, *, skip_bad: bool = False
+    table: CocoTable,
+    folder: Path,
+    findings: Findings,
+    *,
+    skip_bad: bool = False,
+    look: Callable[[Sequence[str]], list[Header]] | None = None,
 ) -> tuple[CocoTable, list[str], np.ndarray, np.ndarray]:
     """Look at every image file and make boxes and files agree.
 
@@ -110,6 +136,7 @@ def compare_with_files(
         folder: of the images.
         findings: collects what does not agree.
         skip_bad: leave out images that cannot be read, instead of refusing the set.
+        look: says what files are; None looks at heads and tails.
 
     Returns:
         The table with a size for every image (the frame that boxes are measured in), N paths, (N, 2) int64 heights and
@@ -121,7 +148,7 @@ def compare_with_files(
     if not folder.is_dir():
         findings.fatal(f"there is no image folder {folder}", table.path, [], "Name it in data.train_images, …", of="")
     paths = image_paths(table, folder)
-    headers = in_threads(look_at, paths)
+    headers = in_threads(look_at, paths) if look is None else look(paths)
     bad = np.array([header.error is not None for header in headers], dtype=bool)
     missing = [table.files[row] for row, header in enumerate(headers) if header.error == "no such file"]
     broken = [
@@ -129,12 +156,8 @@ def compare_with_files(
         for row, header in enumerate(headers)
         if header.error not in (None, "no such file")
     ]
-    for kind, files in ((f"images missing in {folder}", missing), ("images that cannot be read", broken)):
-        if skip_bad:
-            findings.repaired(kind, table.path, files, "left out", of="file")
-        else:
-            advice = "Put them there, or leave them out with data.skip_bad_images=true."
-            findings.fatal(kind, table.path, files, advice, of="file")
+    report_bad(f"images missing in {folder}", missing, table, findings, skip_bad)
+    report_bad("images that cannot be read", broken, table, findings, skip_bad)
     rows = np.flatnonzero(~bad)
     if len(rows) == 0:
         raise UserError(f"{table.path}: none of its {len(table)} images in {folder} can be read.")
@@ -143,6 +166,15 @@ def compare_with_files(
     kept = [headers[row] for row in rows]
     table = _same_frame(table, kept, findings)
     return table, [paths[row] for row in rows], np.array([header.size for header in kept], dtype=np.int64), rows
+
+
+def report_bad(kind: str, files: list[str], table: CocoTable, findings: Findings, skip_bad: bool) -> None:
+    """Note images that cannot be used as left out, or refuse the set because of them."""
+    if skip_bad:
+        findings.repaired(kind, table.path, files, "left out", of="file")
+    else:
+        verb = "Put them there" if "missing" in kind else "Replace them"
+        findings.fatal(kind, table.path, files, f"{verb}, or leave them out with data.skip_bad_images=true.", of="file")
 
 
 def _same_frame(table: CocoTable, headers: list[Header], findings: Findings) -> CocoTable:

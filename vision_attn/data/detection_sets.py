@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.detection_augment import ViewMaker, Views, draw_view, move_boxes
 from vision_attn.data.pixels import Pixels
+from vision_attn.errors import UserError
 
 
 @dataclass
@@ -58,6 +60,9 @@ class DetectionSet:
         index: (N,) int64, the place of each image in its file's own order; keys all randomness.
         maker: of views.
         ground: (3,) uint8, the colour around images that are made smaller.
+
+    Attributes:
+        skip_bad_images: go on when a file cannot be read any more, with a warning.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class DetectionSet:
         self.ground = ground.view(3, 1, 1)
         self.image_ids: list[int] = table.image_ids.tolist()
         self.orig_sizes = torch.from_numpy(table.sizes)
+        self.skip_bad_images = False
+        self._gone: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -92,10 +99,14 @@ class DetectionSet:
             ``image_id``, B ints; ``index`` (B,) int64; in training ``epoch``.
 
         Raises:
-            UserError: an image cannot be read.
+            UserError: an image cannot be read, and bad images are not skipped; or none can be read.
         """
+        images: list[Tensor] | None = None
+        if not self.pixels.same_size:
+            found = [self._picture(row, training=epoch >= 0) for row in rows.tolist()]
+            rows, images = torch.tensor([row for row, _ in found]), [image for _, image in found]
         views = self.views(rows, epoch)
-        image, mask = self._render(rows, views)
+        image, mask = self._render(rows, images, views)
         chosen, place = self.boxes.rows(rows)
         least = self.maker.config.min_visible if epoch >= 0 else 0.0
         boxes, keep = move_boxes(self.boxes.corners[chosen], self.pixels.sizes[rows], place, views, least)
@@ -112,22 +123,45 @@ class DetectionSet:
         }
         return batch if epoch < 0 else {**batch, "epoch": epoch}
 
-    def _render(self, rows: Tensor, views: Views) -> tuple[Tensor, Tensor | None]:
+    def _picture(self, row: int, training: bool) -> tuple[int, Tensor]:
+        """The stored image of a row; if it went bad meanwhile, the next one, or a plain ground in evaluation."""
+        for step in range(len(self)):
+            other = (row + step) % len(self)
+            try:
+                return other, self.pixels.read(other)
+            except UserError as error:
+                if not self.skip_bad_images:
+                    raise UserError(f"{error} Or leave such images out with data.skip_bad_images=true.") from error
+                self._warn(other, error, training)
+            if not training:  # another image would be counted twice
+                height, width = self.pixels.sizes[row].tolist()
+                return row, self.ground.expand(3, height, width)
+        raise UserError(f"no image of {self.table.path} can be read any more.")
+
+    def _warn(self, row: int, error: UserError, training: bool) -> None:
+        """Once for each file, and each process that reads."""
+        if row not in self._gone:
+            self._gone.add(row)
+            what = "another image takes its place" if training else "its objects count as missed"
+            warnings.warn(f"{error} Until then {what} (so far {len(self._gone)} files went bad).", stacklevel=4)
+
+    def _render(self, rows: Tensor, images: list[Tensor] | None, views: Views) -> tuple[Tensor, Tensor | None]:
+        """Draw views of these images; None: all have one size and are in memory."""
         pixels = self.pixels
-        if pixels.same_size and torch.equal(views.source, views.place) and _whole(views, pixels.sizes[0]):
-            images = pixels.stack(rows)  # nothing is resized: one copy for all
+        if images is None and torch.equal(views.source, views.place) and _whole(views, pixels.sizes[0]):
+            out = pixels.stack(rows)  # nothing is resized: one copy for all
             for axis in (0, 1):
                 if views.mirror[:, axis].any():
                     chosen = views.mirror[:, axis].nonzero()[:, 0]
-                    images[chosen] = images[chosen].flip(axis + 2)
-            return images, None
+                    out[chosen] = out[chosen].flip(axis + 2)
+            return out, None
         fixed = self.maker.fixed
         height, width = fixed or views.output.amax(0).tolist()
         padded = bool((views.output != torch.tensor([height, width])).any())
         make = torch.zeros if padded else torch.empty
         out = make(len(rows), 3, height, width, dtype=torch.uint8)
         for place, row in enumerate(rows.tolist()):
-            draw_view(pixels.read(row), views, place, out[place], self.ground)
+            draw_view(pixels.read(row) if images is None else images[place], views, place, out[place], self.ground)
         if not padded:
             return out, None
         tall, wide = views.output.unbind(1)
@@ -137,10 +171,13 @@ class DetectionSet:
     @functools.cached_property
     def digest(self) -> bytes:
         """A SHA-256 over everything that makes this set what it is."""
-        digest = hashlib.sha256()
-        for part in (self.table.image_ids, self.table.sizes, self.boxes.corners.numpy(), self.boxes.labels.numpy()):
+        digest, table = hashlib.sha256(), self.table
+        for part in (table.image_ids, table.sizes, self.boxes.corners.numpy(), self.boxes.labels.numpy()):
             digest.update(np.ascontiguousarray(part))
-        digest.update("\n".join(self.table.labels).encode())
+        # what evaluation takes from the file: crowds, areas, and boxes as written there
+        for part in (table.image, table.label, table.boxes, table.crowd, table.area, np.array(table.category_ids)):
+            digest.update(np.ascontiguousarray(part))
+        digest.update("\n".join(table.labels).encode())
         digest.update(self.boxes.starts.numpy())
         self.pixels.update_hash(digest)
         return digest.digest()

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from vision_attn.data.coco_images import shared_content
 from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.findings import Findings
 from vision_attn.data.randomness import Stream, hashes
@@ -40,23 +39,26 @@ def subset_rows(
 
 
 def without_overlap(
-    table: CocoTable, paths: Sequence[str], others: Mapping[str, Sequence[str]], overlap: str, findings: Findings
+    table: CocoTable,
+    others: Mapping[str, Sequence[tuple[int, int]]],
+    overlap: str,
+    findings: Findings,
 ) -> np.ndarray:
     """Rows of the training images that may be trained on.
 
     Args:
         table: of the training images.
-        paths: of their files.
-        others: files of evaluation images, by the name of the annotation file.
+        others: by the name of the annotation file of each evaluation split, the pairs of rows (training, evaluation)
+            that show the same.
         overlap: ``error``, ``drop`` or ``allow``, see :class:`DetectionData`.
         findings: takes note.
 
     Raises:
         UserError: evaluation images are in training too, and ``overlap`` is ``error``; or all of them are.
     """
-    rows = np.arange(len(paths))
-    for name, files in others.items():
-        shared = sorted({row for row, _ in shared_content(paths, files)})
+    rows = np.arange(len(table))
+    for name, pairs in others.items():
+        shared = sorted({row for row, _ in pairs})
         ids = table.image_ids[shared].tolist()
         kind = f"training images that are in {name} too, by content"
         if overlap == "error":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,7 +17,53 @@ from torch import Tensor
 from vision_attn.atomic import atomic_write
 from vision_attn.data import images as image_files
 from vision_attn.data.coco_images import in_threads
+from vision_attn.data.detection_augment import ViewMaker
 from vision_attn.errors import UserError
+
+
+class UnreadableImages(UserError):
+    """Some of the images that were to be decoded cannot be read.
+
+    Attributes:
+        reasons: why, by row.
+    """
+
+    def __init__(self, paths: Sequence[str], reasons: Mapping[int, str]) -> None:
+        shown = "; ".join(f"{paths[row]}: {reason}" for row, reason in list(reasons.items())[:5])
+        super().__init__(f"{len(reasons)} images cannot be read ({shown}). Replace or delete them.")
+        self.reasons = dict(reasons)
+
+
+class DecodedImages:
+    """Images that were decoded to verify them, brought to the size that memory will keep them in.
+
+    Args:
+        maker: says the size.
+        training: whether they are training images.
+
+    Attributes:
+        images: (3, h, w) uint8, by path.
+    """
+
+    def __init__(self, maker: ViewMaker, training: bool) -> None:
+        self.images: dict[str, Tensor] = {}
+
+        @functools.cache
+        def stored(height: int, width: int) -> list[int]:
+            return maker.stored(torch.tensor([[height, width]]), training)[0].tolist()
+
+        self._stored = stored
+
+    @classmethod
+    def of(cls, sizes: np.ndarray, maker: ViewMaker, training: bool, limit: int) -> DecodedImages | None:
+        """For images of these (N, 2) sizes, or None when they will not be kept in memory or one is unknown (0)."""
+        if not (sizes > 0).all() or not _fits(maker.stored(torch.from_numpy(sizes), training), limit):
+            return None
+        return cls(maker, training)
+
+    def keep(self, path: str, picture: Image.Image) -> None:
+        """Take one image; from any thread."""
+        self.images[path] = resize_picture(picture, self._stored(picture.height, picture.width))
 
 
 class Pixels(Protocol):
@@ -51,25 +99,28 @@ class MemoryPixels:
     Args:
         paths: N files.
         sizes: (N, 2) int64 heights and widths.
+        decoded: by path, images that were decoded and resized already; taken out of it.
 
     Raises:
-        UserError: an image cannot be read.
+        UnreadableImages: some cannot be read.
     """
 
-    def __init__(self, paths: Sequence[str], sizes: Tensor) -> None:
+    def __init__(self, paths: Sequence[str], sizes: Tensor, decoded: dict[str, Tensor] | None = None) -> None:
         self._lay_out(sizes)
         self._data = torch.empty(self._total, dtype=torch.uint8)
+        ready = decoded or {}
 
-        def decode(row: int) -> UserError | None:
+        def decode(row: int) -> str | None:
+            image, size = ready.pop(paths[row], None), sizes[row].tolist()
             try:
-                self.read(row).copy_(load(paths[row], sizes[row].tolist()))
+                if image is None or list(image.shape[1:]) != size:
+                    image = load(paths[row], size)
             except UserError as error:
-                return error
+                return str(error.__cause__ or error)
+            self.read(row).copy_(image)
             return None
 
-        for error in in_threads(decode, range(len(paths))):
-            if error is not None:
-                raise error
+        _raise_bad(paths, in_threads(decode, range(len(paths))))
 
     def _lay_out(self, sizes: Tensor) -> None:
         self.sizes = sizes
@@ -135,7 +186,8 @@ class CachedPixels(MemoryPixels):
         folder: for the file.
 
     Raises:
-        UserError: an image cannot be read, or the disk is full.
+        UnreadableImages: some cannot be read.
+        UserError: the disk is full.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Tensor, folder: Path) -> None:
@@ -153,23 +205,49 @@ class CachedPixels(MemoryPixels):
     def _write(self, file: Path) -> None:
         """All images one after the other; written as a stream, because a full disk kills a process that maps it."""
 
-        def decode(row: int) -> bytes | UserError:
+        def decode(row: int) -> bytes | str:
             try:
                 return load(self.paths[row], self.sizes[row].tolist()).numpy().tobytes()
             except UserError as error:
-                return error
+                return str(error.__cause__ or error)
 
+        bad: list[str | None] = []
         with file.open("wb") as stream:
             for start in range(0, len(self.paths), 512):
                 for content in in_threads(decode, range(start, min(start + 512, len(self.paths)))):
-                    if isinstance(content, UserError):
-                        raise content
-                    stream.write(content)
+                    bad.append(content if isinstance(content, str) else None)
+                    if isinstance(content, bytes):
+                        stream.write(content)
+        _raise_bad(self.paths, bad)
 
     def update_hash(self, digest: Any) -> None:
         """Feed name and length of every file (not its content) to a hashlib object."""
         for path in self.paths:
             digest.update(image_files.fingerprint(path, 0))
+
+
+def where_pixels_fit(
+    paths: Sequence[str], sizes: Tensor, limit: int, cache: Path | None, decoded: DecodedImages | None = None
+) -> Pixels:
+    """In memory up to ``limit`` bytes, beyond that in ``cache``, without one in their files.
+
+    Raises:
+        UnreadableImages: images are decoded here, and some cannot be read.
+        UserError: the disk is full.
+    """
+    if _fits(sizes, limit):
+        return MemoryPixels(paths, sizes, None if decoded is None else decoded.images)
+    return FilePixels(paths, sizes) if cache is None else CachedPixels(paths, sizes, cache)
+
+
+def _fits(sizes: Tensor, limit: int) -> bool:
+    return 3 * int(sizes.prod(1).sum()) <= limit
+
+
+def _raise_bad(paths: Sequence[str], reasons: Sequence[str | None]) -> None:
+    bad = {row: reason for row, reason in enumerate(reasons) if reason is not None}
+    if bad:
+        raise UnreadableImages(paths, bad)
 
 
 def load(path: str, size: Sequence[int]) -> Tensor:
