@@ -11,6 +11,7 @@ import pytest
 
 from vision_attn.cli.main import main
 from vision_attn.training import fitting
+from vision_attn.training.run_folder import read_metrics
 
 RECIPE = """
 task: detection
@@ -63,6 +64,51 @@ def test_validate_says_what_fit_said(folder, what, capsys):
         assert got[key] == pytest.approx(expected[key], abs=1e-4)
 
 
+def test_validate_measures_the_loss_that_fit_minimized(folder, capsys):
+    """This run has a varifocal loss, of which nothing is written in the checkpoint: its configuration says so."""
+    run = folder / "small" / "0"
+    rows = read_metrics(run / "metrics.csv")
+    best = max(rows, key=lambda row: (row["val/ap"], row["step"]))
+    command = ["validate", "--ckpt_path", str(run / "checkpoints" / "best.ckpt")]
+    assert main(command) == 0
+    assert printed(capsys.readouterr().out)["val/loss"] == pytest.approx(best["val/loss"], rel=1e-3)
+    assert main([*command, "--model.criterion.loss", "focal"]) == 0
+    assert printed(capsys.readouterr().out)["val/loss"] != pytest.approx(best["val/loss"], rel=1e-2)
+    assert main([*command, "--model.criterion.loss", "softmax"]) == 2
+    assert "criterion.loss softmax does not fit a sigmoid head" in capsys.readouterr().err
+
+
+def test_validate_keeps_to_the_largest_number_of_detections(folder, capsys):
+    command = ["validate", "--ckpt_path", str(folder / "small" / "0")]
+    found = {}
+    for cap in (1, 2, 100):
+        assert main([*command, "--model.max_detections", str(cap)]) == 0
+        found[cap] = printed(capsys.readouterr().out)
+    assert "val/ar_100" not in found[1]
+    assert found[1]["val/ap50"] < found[100]["val/ap50"]
+    assert found[100]["val/ap"] == pytest.approx(summary(folder / "small" / "0")["val/ap"], abs=1e-4)
+    # the configuration of a run says it too
+    text = (folder / "small.yaml").read_text().replace("  lr_backbone", "  max_detections: 1\n  lr_backbone")
+    (folder / "capped.yaml").write_text(text)
+    assert main([*command, "--config", str(folder / "capped.yaml")]) == 0
+    assert printed(capsys.readouterr().out) == found[1]
+
+
+def test_test_tells_what_suppression_of_doubles_would_change(folder, capsys):
+    argv = [
+        "test",
+        "--ckpt_path",
+        str(folder / "small" / "0"),
+        "--data.test_json",
+        "annotations/instances_val2017.json",
+    ]
+    assert main([*argv, "--data.overlap", "allow", "--data.test_images", "val2017"]) == 0
+    out = capsys.readouterr().out
+    for iou in ("50", "70"):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"test/ap_nms{iou}")]
+        assert f"with non-maximum suppression at IoU 0.{iou[0]}" in line
+
+
 def test_validate_takes_the_size_of_the_checkpoint(folder, capsys):
     """With the data's name alone: shorter side 48, longer at most 96, as in training."""
     argv = ["validate", "--ckpt_path", str(folder / "small" / "0" / "model.safetensors"), "--task", "detection"]
@@ -83,6 +129,20 @@ def test_other_classes_are_refused(folder, data, says, capsys):
     argv = ["validate", "--ckpt_path", str(folder / "small" / "0"), "--data.root", str(folder / data)]
     assert main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_budget_ends_a_run_in_time(folder, tmp_path, monkeypatch, capsys):
+    """A detector that would train for a thousand epochs, with validations, stops by itself and is finished."""
+    monkeypatch.setattr(fitting, "draw", lambda *args: None)
+    argv = ["fit", "--config", str(folder / "small.yaml"), "--budget", "5s", "--trainer.max_epochs", "1000"]
+    assert main([*argv, "--trainer.default_root_dir", str(tmp_path)]) == 0
+    run = tmp_path / "small" / "0"
+    rows, found = read_metrics(run / "metrics.csv"), summary(run)
+    assert 1 < found["seconds"] < 20  # other processes may slow down the last step and validation
+    assert 1 <= rows[-1]["step"] < 3000
+    assert {"val/ap", "val/loss"} <= set(rows[-1])
+    assert rows[-1]["lr"] < rows[0]["lr"] or len(rows) == 1  # the schedule ends with the budget
+    assert (run / "model.safetensors").is_file()
 
 
 def test_two_processes_train_and_evaluate_together(folder, tmp_path, capsys):

@@ -100,6 +100,22 @@ def test_results_can_be_evaluated(call, capsys):
     assert len(coco.loadRes(rows).anns) == len(rows)
 
 
+@pytest.mark.parametrize("share", ["all", "one"])
+def test_weights_that_became_nan_find_no_empty_images(call, capsys, share):
+    """A table that says nothing is above 0.5 would be believed."""
+    model = va.load_model("model")
+    with torch.no_grad():
+        bias = model.class_embed.bias
+        (bias if share == "all" else bias[:1]).fill_(float("nan"))
+    va.save_model(model, "model")
+    assert main([*call, "--json", "found.json"]) == 2
+    error = capsys.readouterr().err
+    assert "error: images/a.png" in error
+    assert "predictions are NaN" in error
+    assert len(error.splitlines()) <= 2
+    assert not Path("found.json").exists()
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import box_convert, box_iou, generalized_box_iou_loss, sigmoid_focal_loss
 from transformers import RTDetrConfig
 from transformers.loss.loss_deformable_detr import DeformableDetrForObjectDetectionLoss
@@ -70,6 +71,7 @@ def test_equals_transformers(make, kind, counts):
     for mine, other in zip(torch.autograd.grad(got["loss"], leaves), expected, strict=True):
         torch.testing.assert_close(mine, other)
     assert got["surplus"] == sum(max(0, n - 13) for n in counts)
+    assert not got["surplus"].requires_grad
 
 
 def test_varifocal_equals_rt_detrs(make):
@@ -338,6 +340,70 @@ def test_number_of_boxes_is_the_mean_over_processes(make, monkeypatch):
     shared, own = criterion.train()(outputs, targets), criterion.eval()(outputs, targets)
     torch.testing.assert_close(shared["loss_bbox"], own["loss_bbox"] * 5 / 8)
     torch.testing.assert_close(shared["loss_class"], own["loss_class"])
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU, also on a CPU: values that are read, and tensors of host numbers.
+
+    ``.cpu()`` does nothing here and is not seen; ``lift_fresh`` is what follows ``torch.tensor``, ``new_tensor``,
+    ``from_numpy`` and an index that is a list.
+    """
+
+    reads = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.made = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        boolean = name.startswith("aten::index") and any(
+            getattr(index, "dtype", None) == torch.bool for index in (args[1] if isinstance(args[1], list) else [])
+        )
+        if name in self.reads or boolean:
+            self.read.append(name)
+        self.made += name == "aten::lift_fresh"
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_makes_the_host_wait_is_noticed():
+    x = torch.arange(7.0)
+    for call in (lambda: bool(x.sum() > 0), x.sum().item, x.nonzero, lambda: x[x > 3]):
+        with HostReads() as seen:
+            call()
+        assert seen.read
+    for call in (lambda: x[[1, 0]], lambda: x.new_tensor(3.0), lambda: torch.tensor([3]), lambda: torch.as_tensor([3])):
+        with HostReads() as seen:
+            call()
+        assert seen.made == 1
+
+
+@pytest.mark.parametrize("kind", ["focal", "varifocal", "stable"])
+def test_a_step_waits_for_the_device_once(make, kind, monkeypatch):
+    """Model, matching, losses and gradients, with all that a detector can have; images padded, one without objects."""
+    import vision_attn as va
+    from vision_attn.detection import host, matcher
+
+    sent, fetched = [], []
+    cpu, from_host = Tensor.cpu, host.from_host
+    monkeypatch.setattr(Tensor, "cpu", lambda self: fetched.append(1) or cpu(self))
+    for module in (host, matcher):  # out of pinned memory, for which nobody waits
+        monkeypatch.setattr(module, "from_host", lambda x, device: sent.append(1) or from_host(x, device))
+    small = {"embed_dim": 24, "num_heads": 3, "enc_layers": 1, "dec_layers": 3, "num_queries": 5}
+    switches = {"conditional": True, "modulate": True, "box_bias": True, "query_selection": True, "query_groups": 2}
+    model = va.create_model(
+        "dn_detr_tiny", num_classes=make.classes, dn_groups=3, dn_contrastive=True, **small, **switches
+    )
+    mask = torch.ones(3, 40, 56, dtype=torch.bool)
+    mask[1, :, 8:] = False
+    images, targets = torch.randn(3, 3, 40, 56), make.targets(2, 0, 7)
+    criterion = criterion_of(make, kind)
+    with HostReads() as seen:
+        criterion(model.train()(images, mask, targets), targets)["loss"].backward()
+    assert not seen.read
+    assert len(fetched) == 1
+    assert seen.made == len(sent) <= 4  # counts of objects for denoising and stable costs, pairs of two stacks
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,30 @@ def test_negatives_are_further_off_than_positives():
     assert (found.boxes[..., 2:] >= 0).all()
 
 
+@pytest.mark.parametrize("noise", [0.4, 0.9])
+def test_corners_of_positives_move_less_than_those_of_negatives(noise):
+    """By up to ``noise`` times half of the size, and by once to twice that: every corner, by both bounds, in all."""
+    wanted = targets([5] * 7, seed=3)
+    for target in wanted:  # small and in the middle: nothing is cut off at the border, and corners do not pass
+        target["boxes"][:, 2:] *= 0.3
+    found = make(wanted, groups=13, box_noise=noise, label_noise=0.0, contrastive=True)
+    true = torch.stack([t["boxes"] for t in wanted]).repeat(1, 2 * 13, 1)
+    half = (true[..., 2:] / 2).repeat(1, 1, 2)
+    shift = (cxcywh_to_xyxy(found.boxes) - cxcywh_to_xyxy(true)).div(noise * half)  # (B, M, 4)
+    negative = (torch.arange(2 * 13 * 5) % 10 >= 5).expand(7, -1)
+    assert (found.positive == ~negative).all()
+    kept = shift[~negative].abs()
+    torch.testing.assert_close(kept.amax(0), torch.ones(4), rtol=0, atol=0.02)
+    assert kept.max() <= 1 + 1e-4
+    assert kept.min() < 0.02
+    assert ((shift[~negative] > 0).float().mean(0) - 0.5).abs().max() < 0.1  # in both directions
+    if noise <= 0.5:  # beyond that corners pass each other, and are put in order again
+        far = shift[negative].abs()
+        assert 1 - 1e-4 <= far.min() < 1.02
+        assert 1.98 < far.max() <= 2 + 1e-4
+        assert ((shift[negative] > 0).float().mean(0) - 0.5).abs().max() < 0.1
+
+
 def test_who_sees_whom():
     found = make(targets([1, 2]), groups=3)
     group = [0, 0, 1, 1, 2, 2, *["learned"] * QUERIES]

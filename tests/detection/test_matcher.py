@@ -186,6 +186,15 @@ def test_target_boxes_that_are_not_finite_are_not_blamed_on_the_model(make):
         match([stack_of(make.outputs(2))], PaddedTargets.of(targets, "cpu"), MatchingCosts())
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_surplus_counts_objects_and_not_groups(make, groups):
+    """Every group has all objects, so an object beyond its queries is one object."""
+    stack = stack_of(make.outputs(3, queries=7 * groups), groups)
+    (matching,) = match([stack], PaddedTargets.of(make.targets(11, 2, 0), "cpu"), MatchingCosts())
+    assert matching.surplus == 4
+    assert matching.per_layer == [groups * (7 + 2)] * 3
+
+
 def test_one_transfer_per_step(make, monkeypatch):
     """However many layers, images and stacks there are."""
     calls = []

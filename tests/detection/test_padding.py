@@ -17,7 +17,7 @@ from vision_attn.cli.main import main
 from vision_attn.detection.padding import Movement, Truth, padding_certificate
 from vision_attn.errors import UserError
 
-SIZES = [(96, 96), (61, 83), (96, 41), (37, 71), (61, 83)]
+SIZES = [(96, 96), (61, 83), (96, 41), (37, 71), (61, 83), (17, 13)]  # the last has fewer tokens than there are queries
 
 
 def randomised(name, seed=0, **kwargs):
@@ -84,12 +84,16 @@ def test_masks_that_are_ignored_are_noticed():
     assert [m.setting for m in moved if m.holds] == ["each image alone, without padding", "as a list of images"]
 
 
+@pytest.mark.parametrize("options", [{}, {"query_selection": True}])
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=1, max_size=4), st.integers(0, 99))
-def test_any_sizes_and_margins(sizes, seed):
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes_and_margins(options, sizes, seed):
     draw = np.random.default_rng(seed)
     margins = [tuple(draw.integers(0, 90, 2).tolist())]
-    model = randomised("dn_detr_tiny", seed=seed % 3)
+    model = randomised("dn_detr_tiny", seed=seed % 3, **options)
     for movement in padding_certificate(model, noise(sizes, seed), sizes, batch_sizes=(len(sizes),), margins=margins):
         assert movement.holds, movement
 
@@ -110,7 +114,7 @@ def test_verdict():
     assert not Movement("a", 2e-4, 0.0).holds
     assert not Movement("a", 0.0, 2e-3).holds
     assert not Movement("a", math.nan, 0.0).holds
-    with pytest.raises(UserError, match="5 images came with 4 sizes"):
+    with pytest.raises(UserError, match="6 images came with 4 sizes"):
         padding_certificate(None, noise(), SIZES[:4])
     with pytest.raises(UserError, match="0 images"):
         padding_certificate(None, [], [])

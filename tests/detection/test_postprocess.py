@@ -9,6 +9,7 @@ import torch
 from transformers import ConditionalDetrImageProcessor, DetrImageProcessor
 
 from vision_attn.detection.postprocess import nms, postprocess
+from vision_attn.errors import UserError
 
 SIZES = torch.tensor([[97, 61], [31, 43], [480, 640]])
 
@@ -51,6 +52,31 @@ def test_threshold_and_topk_keep_the_best(make, classification):
         for key, values in few.items():
             torch.testing.assert_close(values, most[key][:k])
         assert (most["scores"].diff() <= 0).all()
+
+
+@pytest.mark.parametrize("classification", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize("key", ["pred_logits", "pred_boxes"])
+@pytest.mark.parametrize("where", ["one number", "everything"])
+def test_nan_is_an_error_that_names_the_image(make, classification, threshold, key, where):
+    """And not an empty image; a single number of a query that nobody would see is enough."""
+    outputs = make.outputs(3, classification)
+    with torch.no_grad():
+        chosen = outputs[key][1, 7, 2] if where == "one number" else outputs[key][1]
+        chosen.fill_(float("nan"))
+    with pytest.raises(UserError, match=r"^image 1 of the batch: predictions are NaN"):
+        postprocess(outputs, SIZES, classification, topk=2, threshold=threshold)
+    with pytest.raises(UserError, match=r"^b\.png: predictions are NaN. The weights have probably diverged"):
+        postprocess(outputs, SIZES, classification, threshold=threshold, names=["a.png", "b.png", "c.png"])
+
+
+@pytest.mark.parametrize("classification", ["softmax", "sigmoid"])
+def test_classes_that_are_ruled_out_are_no_nan(make, classification):
+    outputs = make.outputs(3, classification)
+    with torch.no_grad():
+        outputs["pred_logits"][:, :, 1] = -torch.inf
+    for found in postprocess(outputs, SIZES, classification, threshold=0.1):
+        assert (found["labels"] != 1).all()
 
 
 def test_nothing_above_the_threshold_is_an_empty_detection(make):

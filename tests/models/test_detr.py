@@ -10,6 +10,7 @@ import torch
 
 import vision_attn as va
 from vision_attn.errors import UserError
+from vision_attn.layers.query_selection import best_tokens
 from vision_attn.models import model_from_config
 from vision_attn.models.backbones import make_backbone
 from vision_attn.models.profile import profile
@@ -118,9 +119,9 @@ def test_padding_moves_nothing(switch, backbone):
     """A list of images of many sizes, and a padded batch, equal the same images one by one."""
     options = {"backbone_options": {**NARROW, "bottleneck": False}, "num_queries": 3} if backbone == "resnet18" else {}
     model = small(**SWITCHES[switch], backbone=backbone, **options).double().eval()
-    sizes = [(71, 83), (65, 97), (71, 83), (97, 65)]
+    sizes = [(71, 83), (65, 97), (71, 83), (97, 65), (9, 14)]  # the last has fewer tokens than there are queries
     images = [torch.randn(3, *size, dtype=torch.float64) for size in sizes]
-    batch, mask = torch.zeros(4, 3, 101, 103, dtype=torch.float64), torch.zeros(4, 101, 103, dtype=torch.bool)
+    batch, mask = torch.zeros(5, 3, 101, 103, dtype=torch.float64), torch.zeros(5, 101, 103, dtype=torch.bool)
     for i, (height, width) in enumerate(sizes):
         batch[i, :, :height, :width], mask[i, :height, :width] = images[i], True
     with torch.no_grad():
@@ -209,8 +210,21 @@ def test_selected_queries_begin_at_the_best_tokens():
     best = outputs["enc_outputs"]["pred_logits"].amax(-1)
     assert outputs["enc_outputs"]["pred_logits"].shape == (2, 5, CLASSES)
     torch.testing.assert_close(best, best.sort(dim=1, descending=True).values)
-    with pytest.raises(UserError, match=r"chooses 5 of 1 × 2 tokens"):
-        model(torch.randn(1, 3, 8, 16))
+
+
+def test_small_images_choose_their_tokens_more_than_once():
+    """Padding is never chosen, however few tokens an image has, and however many its neighbours."""
+    scores = torch.tensor([[0.1, 0.7, 0.4, 0.9, 0.2], [0.3, 0.1, 5.0, 6.0, 7.0]])
+    mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    assert best_tokens(scores, mask, 7).tolist() == [[3, 1, 2, 4, 0, 3, 1], [0, 1, 0, 1, 0, 1, 0]]
+    assert best_tokens(scores, mask, 3).tolist() == [[3, 1, 2], [0, 1, 0]]
+    assert best_tokens(scores[:1], None, 11).tolist() == [[3, 1, 2, 4, 0] * 2 + [3]]
+    assert best_tokens(scores[:1], None, 2).tolist() == [[3, 1]]
+    model = small(queries="box", refine=True, query_selection=True, classification="sigmoid", dn_groups=2)
+    for size in ((8, 16), (1, 1), (3, 90)):
+        outputs = model.train()(torch.randn(2, 3, *size), None, targets(1, 2))
+        assert outputs["enc_outputs"]["pred_logits"].shape == (2, 5, CLASSES)
+        assert all(x.isfinite().all() for x in outputs_of(outputs))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +278,7 @@ def test_weights_of_a_backbone_come_from_a_file(tmp_path):
     torch.testing.assert_close(model.backbone.layer3[0].conv1.weight, theirs.layer3[0].conv1.weight)
     assert "backbone_weights" not in model.config["args"]
     assert model.config["preprocess"]["mean"] == [0.485, 0.456, 0.406]
-    with pytest.raises(UserError, match=r"do not fit the backbone resnet34: \d+ of \d+ tensors"):
+    with pytest.raises(UserError, match=r"does not fit the backbone resnet34: \d+ of \d+ tensors"):
         va.create_model("detr_resnet50", **{**options, "backbone": "resnet34"})
     (tmp_path / "text.pth").write_text("no checkpoint")
     with pytest.raises(UserError, match=r"text\.pth cannot be read"):

@@ -20,6 +20,7 @@ from vision_attn.training.ema import EmaConfig
 from vision_attn.training.fitting import finish, make_callbacks, make_plugins
 from vision_attn.training.interrupt import Interrupted, StopSignal
 from vision_attn.training.optimizers import OptimizerConfig, parameter_groups
+from vision_attn.training.progress import ProgressLine
 from vision_attn.training.run_folder import RunFolder, read_metrics
 from vision_attn.training.tasks import task_by_name
 
@@ -101,7 +102,8 @@ def finished(tmp_path_factory, root):
 
 def test_a_run_leaves_its_numbers(finished):
     summary = json.loads((finished.folder.path / "summary.json").read_text())
-    for key in ("val/ap", "val/ap50", "val/ap75", "val/ar_100", "test/ap", "test/ap50"):
+    names = ("val/ap", "val/ap50", "val/ap75", "val/ar_100", "test/ap", "test/ap50")
+    for key in (*names, "val/ap_nms50", "val/ap_nms70", "test/ap_nms50", "test/ap_nms70"):
         assert 0 <= summary[key] <= 1
     assert list(summary).index("val/ap") < list(summary).index("params")
     with (finished.folder.path / "metrics.csv").open() as file:
@@ -222,6 +224,63 @@ def test_a_loss_that_does_not_fit_the_head_is_refused():
         Detector("dn_detr_tiny", TINY, criterion=CriterionConfig(loss="softmax"))
 
 
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_nan_in_an_evaluation_names_the_batch(root, stage):
+    model = va.create_model("dn_detr_tiny", num_classes=3, **TINY)
+    with torch.no_grad():
+        model.bbox_embed.layers[-1].bias[1] = float("nan")
+    trainer = Trainer(**{**SETTINGS, "enable_checkpointing": False})
+    data = DetectionData(
+        "coco", root=root, test_json="annotations/instances_test2017.json", img_size=48, max_size=96, eval_batch_size=2
+    )
+    split = "val" if stage == "validate" else "test"
+    with pytest.raises(UserError, match=rf"^{split}, batch 0: the predicted boxes became NaN"):
+        getattr(trainer, stage)(Detector.from_model(model), datamodule=data, verbose=False)
+    model.config["category_ids"] = [3, 7, 999]  # without a loss, it is the detections that tell
+    with pytest.raises(UserError, match=rf"^{split}, batch 0: image \d+.*: predictions are NaN"):
+        getattr(trainer, stage)(Detector.from_model(model), datamodule=data, verbose=False)
+
+
+def test_nan_in_a_validation_of_a_run_names_the_step(tmp_path, root):
+    run = Run(tmp_path, root)
+
+    class Poison(Callback):
+        def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+            with torch.no_grad():
+                module.model.class_embed.bias[2] = float("nan")
+
+    run.trainer.callbacks.insert(0, Poison())
+    with pytest.raises(UserError, match=r"^val, batch 0, after step 4 \(epoch 0, lr .*class logits became NaN"):
+        run.fit()
+
+
+def test_too_few_queries_are_told_before_the_first_step_and_in_every_line(tmp_path, root, capsys):
+    run = Run(tmp_path, root, args={"num_queries": 1, "query_groups": 3})
+    run.trainer.callbacks.append(ProgressLine(run.folder))
+    counts = [
+        sum(a["image_id"] == image["id"] and not a.get("iscrowd") for a in truth["annotations"])
+        for truth in [json.loads((root / "annotations" / "instances_train2017.json").read_text())]
+        for image in truth["images"]
+    ]
+    over = sum(count > 1 for count in counts)
+    says = (
+        rf"{over} of 19 training images have more objects than the model has queries \(1; up to {max(counts)} objects\)"
+    )
+    with pytest.warns(UserWarning, match=says + r".*--model\.args\.num_queries"):
+        run.fit()
+    surplus = sum(max(0, count - 1) for count in counts) / len(counts)
+    rows = read_metrics(run.folder.path / "metrics.csv")
+    assert surplus > 0
+    assert [row["train/surplus"] for row in rows] == pytest.approx([surplus] * 2, rel=1e-4)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(lines) == 2
+    assert all(f"surplus {surplus:.4f}" in line for line in lines)
+
+
+def test_enough_queries_are_no_matter_of_talk(finished):
+    assert "surplus" not in finished.module.shown
+
+
 # -- parts -------------------------------------------------------------------------------------------
 
 
@@ -237,11 +296,63 @@ def test_the_backbone_has_a_rate_of_its_own():
     assert len(groups) == 4
 
 
-def test_a_rate_of_zero_freezes_the_backbone():
-    module = Detector("dn_detr_tiny", TINY, lr_backbone=0.0)
+@pytest.mark.parametrize("adamw_lr", [None, 1e-4])
+@pytest.mark.parametrize("lr_mult", [None, {"backbone.stem*": 0.5}])
+def test_the_rate_of_the_backbone_is_that_of_all_its_parameters(adamw_lr, lr_mult):
+    """With Muon, too, which leaves its norms and its first layer to AdamW."""
+    optimizer = OptimizerConfig(name="muon", lr=1e-2, adamw_lr=adamw_lr, lr_mult=lr_mult)
+    module = Detector("dn_detr_tiny", TINY, optimizer=optimizer, lr_backbone=3e-4)
+    found: dict[str, set[float]] = {"muon": set(), "adamw": set()}
+    rates = {}
+    for group in parameter_groups(module.model, module.optimizer_config):
+        rates |= {id(p): (group["peak_lr"], group["algorithm"]) for p in group["params"]}
+    for name, parameter in module.model.named_parameters():
+        rate, algorithm = rates[id(parameter)]
+        if name.startswith("backbone.stem") and lr_mult:
+            own = adamw_lr if algorithm == "adamw" and adamw_lr else 1e-2
+            assert rate == pytest.approx(0.5 * own)
+        elif name.startswith("backbone."):
+            assert rate == pytest.approx(3e-4)
+            found[algorithm].add(rate)
+        else:
+            assert rate == pytest.approx(adamw_lr if algorithm == "adamw" and adamw_lr else 1e-2)
+    assert found["muon"]
+    assert found["adamw"]
+
+
+def test_a_rate_of_zero_freezes_the_backbone(tmp_path, root):
+    """No gradients, and its norms do not count along, over validations and epochs."""
+    run = Run(tmp_path, root, lr_backbone=0.0, args={"dn_groups": 2})
+    module = run.module
     assert not any(p.requires_grad for p in module.model.backbone.parameters())
     assert all(p.requires_grad for p in module.model.encoder.parameters())
-    parameter_groups(module.model, module.optimizer_config)
+    before = {key: value.clone() for key, value in module.model.state_dict().items()}
+    assert any("running_mean" in key for key in before)
+    run.fit()
+    after = module.model.state_dict()
+    for key, value in before.items():
+        if key.startswith("backbone."):
+            torch.testing.assert_close(after[key], value, rtol=0, atol=0)
+    assert (after["class_embed.weight"] != before["class_embed.weight"]).any()
+    assert all(p.grad is None for p in module.model.backbone.parameters())
+
+
+def test_another_set_of_data_is_measured_by_its_own_truth(root):
+    """The same module, validated on one split and then on another."""
+    torch.manual_seed(3)
+    model = va.create_model("dn_detr_tiny", num_classes=3, **TINY)
+    module = Detector.from_model(model)
+    results = []
+    for own in (module, None):
+        for name in ("val2017", "test2017", "val2017"):
+            images, annotations = f"{name}", f"annotations/instances_{name}.json"
+            data = DetectionData("coco", root=root, val_json=annotations, val_images=images, img_size=48, max_size=96)
+            trainer = Trainer(**{**SETTINGS, "enable_checkpointing": False})
+            judged = own or Detector.from_model(model)
+            results.append(trainer.validate(judged, datamodule=data, verbose=False)[0])
+            assert judged.evaluation.images == {"val2017": 5, "test2017": 3}[name]
+    assert results[:3] == results[3:]
+    assert results[0] != results[1]
 
 
 @pytest.mark.parametrize(

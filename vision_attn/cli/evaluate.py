@@ -60,18 +60,27 @@ def evaluate(verb: str, argv: list[str]) -> int:
     if command.trainer.is_global_zero:
         _report(verb, str(path), model, data, results)
         if evaluation is not None:
-            _report_detections(verb, evaluation)
+            _report_detections(verb, evaluation, results)
     return 0
 
 
 def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, float], Any]:
     """The numbers, and a detector's whole evaluation."""
     trainer = command.build_trainer(enable_checkpointing=False, enable_progress_bar=False)
-    module = command.task.module_class().from_model(
-        model, channels_last=getattr(command.config.model, "channels_last", None)
-    )
+    module = command.task.module_class().from_model(model, **evaluation_settings(command.config.model))
     run = trainer.validate if verb == "validate" else trainer.test
     return dict(run(module, datamodule=data, verbose=False)[0]), getattr(module, "evaluation", None)
+
+
+def evaluation_settings(options: Any) -> dict[str, Any]:
+    """What a configuration says of a model beside the checkpoint: losses and a cap on detections are no part of it."""
+    settings: dict[str, Any] = {"channels_last": getattr(options, "channels_last", None)}
+    if "criterion" in options:
+        from vision_attn.detection.criterion import CriterionConfig
+
+        settings["criterion"] = CriterionConfig(**dict(options.criterion))
+        settings["max_detections"] = options.max_detections
+    return settings
 
 
 def refuse_classes(path: Path) -> None:
@@ -167,19 +176,21 @@ def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, floa
     stage = "val" if verb == "validate" else "test"
     seen = data.describe(stage) if hasattr(data, "describe") else f"{len(data.split(stage)):,} {stage} images"
     print(f"{model.config['name']} ({path}) on {seen} of {data.name}")
-    width = max(map(len, results))
-    for name in sorted(results):
+    names = [name for name in sorted(results) if "/ap_nms" not in name]  # they are explained below
+    width = max(map(len, names))
+    for name in names:
         print(f"{name:<{width}}  {results[name]:.4f}")
 
 
-def _report_detections(verb: str, evaluation: Any) -> None:
-    """The classes, and what non-maximum suppression would change: a set predictor should not need it."""
+def _report_detections(verb: str, evaluation: Any, results: dict[str, float] | None = None) -> None:
+    """The classes, and what non-maximum suppression would change (in ``results`` already, after a test)."""
     from rich.console import Console
 
     from vision_attn.detection.report import class_table, nms_beside
 
     stage = "val" if verb == "validate" else "test"
-    for name, value in nms_beside(evaluation).items():
+    known = {name.removeprefix(f"{stage}/"): value for name, value in (results or {}).items() if "/ap_nms" in name}
+    for name, value in (known or nms_beside(evaluation)).items():
         print(f"{stage}/{name}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")
     console = Console(highlight=False)
     (console if console.is_terminal else Console(width=120, highlight=False)).print(class_table(evaluation))

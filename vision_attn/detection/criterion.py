@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -111,7 +112,7 @@ class Criterion(nn.Module):
             ``loss``, the weighted sum, with gradient; its unweighted parts ``loss_class``, ``loss_bbox`` and
             ``loss_giou`` of the last layer, the same with ``_aux``, ``_dn`` (summed over layers) and ``_enc``;
             ``class_error``, the share of the last layer's matched queries whose best class is wrong; ``surplus``, the
-            number of objects that found no query there.
+            number of objects that found no query there (or none of their group: every group has all objects).
 
         Raises:
             UserError: predictions that are not finite, labels that the head does not know.
@@ -147,7 +148,7 @@ class Criterion(nn.Module):
             losses |= {f"{name}_dn": value for name, value in denoising.items()}
         losses = {name: value.detach() for name, value in losses.items()}
         losses["class_error"] = self._class_error(stacks[0], matchings[0], padded)
-        losses["surplus"] = total.new_tensor(matchings[0].surplus, requires_grad=False)
+        losses["surplus"] = total.new_full((), matchings[0].surplus, requires_grad=False)  # a fill, and no copy
         return {"loss": total, **losses}
 
     def _weigh(self, parts: dict[str, Tensor]) -> Tensor:
@@ -159,7 +160,7 @@ class Criterion(nn.Module):
         """Objects per process, at least one; in training the mean over all processes, which take part together."""
         count = float(sum(targets.counts))
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            counts = torch.tensor(count, device=targets.boxes.device)
+            counts = targets.boxes.new_full((), count)
             torch.distributed.all_reduce(counts)
             return (counts / torch.distributed.get_world_size()).clamp_min(1)
         return max(1.0, count)
@@ -179,8 +180,7 @@ class Criterion(nn.Module):
             images = shape[0] * shape[1]
             q = iou if self.kind == "varifocal" else stable_quality(iou, matching.query // shape[2], images)
             quality = boxes.new_zeros(shape.numel()).index_copy(0, matching.query, q).view(shape)
-        ends = torch.tensor(matching.per_layer).cumsum(0).tolist()
-        spans = [slice(end - n, end) for n, end in zip(matching.per_layer, ends, strict=True)]
+        spans = [slice(end - n, end) for n, end in zip(matching.per_layer, accumulate(matching.per_layer), strict=True)]
         return {
             "loss_class": self._class_loss(self.kind, stack.logits, target.view(shape), quality, count, None),
             "loss_bbox": torch.stack([bbox[span].sum() for span in spans]) / count,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vision_attn.detection.boxes import cxcywh_to_xyxy, xyxy_to_cxcywh
+from vision_attn.detection.host import real_objects
 
 
 @dataclasses.dataclass
@@ -80,7 +81,7 @@ def make_denoising(
     labels = pad_sequence([target["labels"] for target in targets], batch_first=True)  # (B, n)
     boxes = pad_sequence([target["boxes"] for target in targets], batch_first=True, padding_value=0.5)
     index = torch.arange(n, device=labels.device).expand(len(targets), n)
-    valid = index < torch.tensor(counts, device=labels.device)[:, None]
+    valid = real_objects(counts, n, labels.device)
     negative = torch.arange(groups * each, device=labels.device) % each >= n  # (M,)
 
     copies = groups * each // n

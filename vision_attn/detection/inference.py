@@ -113,7 +113,8 @@ def detect(
         topk: most objects of an image.
 
     Raises:
-        UserError: the configuration names another number of labels or categories than the model has classes.
+        UserError: the configuration names another number of labels or categories than the model has classes; or the
+            predictions of an image are NaN.
     """
     config: dict[str, Any] = model.config  # type: ignore[assignment]
     where = next(model.parameters())
@@ -122,7 +123,7 @@ def detect(
     with torch.no_grad():  # tensors of inference_mode could not be changed by who gets them
         outputs = model(images)  # as a list: what one image is does not depend on its neighbours
         classification = str(model.classification)
-        found = postprocess(outputs, sizes, classification, topk=topk, threshold=threshold)
+        found = postprocess(outputs, sizes, classification, topk=topk, threshold=threshold, names=sources)
     names, ids = _classes(config, outputs["pred_logits"].shape[-1] - (classification == "softmax"))
     results = []
     for one, size, source in zip(found, sizes, sources, strict=True):

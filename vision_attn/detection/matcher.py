@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vision_attn.detection.boxes import cxcywh_to_xyxy, iou_and_giou, pairwise
+from vision_attn.detection.host import from_host, real_objects
 from vision_attn.detection.losses import softplus
 from vision_attn.errors import UserError
 
@@ -58,10 +60,10 @@ class PaddedTargets:
     boxes: Tensor
     counts: list[int]
 
+    @cached_property
     def real(self) -> Tensor:
         """(B, n), False for padding."""
-        counts = torch.tensor(self.counts, device=self.labels.device)
-        return torch.arange(self.labels.shape[1], device=counts.device) < counts[:, None]
+        return real_objects(self.counts, self.labels.shape[1], self.labels.device)
 
     @classmethod
     def of(cls, targets: Sequence[dict[str, Any]], device: torch.device | str) -> PaddedTargets:
@@ -101,7 +103,7 @@ class Matching:
         query: (P,) int64, places in the (L, B, N) queries, flattened.
         target: (P,) int64, places in the (B, n) padded targets, flattened.
         per_layer: how many of the pairs each layer has.
-        surplus: objects that found no query in one layer, since there are more of them than queries; all groups.
+        surplus: objects that find no query in a layer, since their image has more of them than a group has queries.
     """
 
     query: Tensor
@@ -178,7 +180,7 @@ def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: Matc
     alpha, gamma = costs.focal_alpha, costs.focal_gamma
     x = logits.gather(-1, index)
     if costs.kind == "stable" and giou.shape[-1]:
-        overlap = ((giou + 1) / 2).mul_(targets.real()[:, None])  # 0 … 1
+        overlap = ((giou + 1) / 2).mul_(targets.real[:, None])  # 0 … 1
         highest = overlap.amax((-2, -1), keepdim=True).clamp_min_(SMALLEST_OVERLAP)
         x = torch.logit(x.sigmoid() * (overlap / highest).sqrt_(), eps=1e-7)  # the image's best pair stays as it is
     p, absent = x.sigmoid(), softplus(x)  # −log(1 − p); −log p is less by x
@@ -224,8 +226,8 @@ def _solve(cost: np.ndarray, stack: Stack, counts: Sequence[int]) -> Matching:
                 pairs += len(row)
         per_layer.append(pairs)
     flat = np.stack([np.concatenate(rows), np.concatenate(columns)]) if rows else np.zeros((2, 0), np.int64)
-    query, target = torch.from_numpy(flat).to(stack.logits.device, non_blocking=True)
-    surplus = stack.groups * sum(max(0, count - per_group) for count in counts)
+    query, target = from_host(torch.from_numpy(flat), stack.logits.device)
+    surplus = sum(max(0, count - per_group) for count in counts)
     return Matching(query, target, per_layer, surplus)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.detection.boxes import cxcywh_to_xyxy
+from vision_attn.errors import UserError
 
 Detections = dict[str, Tensor]
 
@@ -21,6 +22,7 @@ def postprocess(
     *,
     topk: int = 100,
     threshold: float = 0.0,
+    names: Sequence[str] | None = None,
 ) -> list[Detections]:
     """The most likely objects of each image.
 
@@ -33,27 +35,46 @@ def postprocess(
         classification: ``softmax`` (the last class is no object) or ``sigmoid``.
         topk: most objects of an image.
         threshold: scores must be above it.
+        names: of the images, for error messages.
 
     Returns:
         Per image ``scores`` (k,), highest first, ``labels`` (k,), ``boxes`` (k, 4) as left, top, right, bottom in
         pixels, and ``queries`` (k,), which query each comes from.
+
+    Raises:
+        UserError: predictions of an image are NaN, not all of them perhaps: its other ones mean nothing either.
     """
     logits, boxes = outputs["pred_logits"].float(), outputs["pred_boxes"].float()
     if classification == "softmax":
         scores, labels = logits.softmax(-1)[..., :-1].max(-1)
+        fine = scores.isfinite().all(1)  # NaN in one logit is NaN in all of its query
         scores, queries = scores.topk(min(topk, scores.shape[1]))
         labels = labels.gather(1, queries)
     else:
         classes = logits.shape[-1]
         flat = logits.sigmoid().flatten(1)
+        fine = flat.isfinite().all(1)
         scores, places = flat.topk(min(topk, flat.shape[1]))
         queries, labels = places // classes, places % classes
     sizes = torch.as_tensor(sizes, device=boxes.device)
     scale = sizes.flip(1).repeat(1, 2).to(boxes.dtype)  # (B, 4) as width, height, width, height
     corners = cxcywh_to_xyxy(boxes.gather(1, queries[..., None].expand(-1, -1, 4))) * scale[:, None]
-    kept = (scores > threshold).sum(1).tolist() if threshold > 0 else [scores.shape[1]] * len(scores)
+    count = (scores > threshold).sum(1) if threshold > 0 else torch.full_like(fine, scores.shape[1], dtype=torch.int64)
+    kept, all_fine = torch.stack([count, (fine & boxes.isfinite().flatten(1).all(1)).long()]).tolist()  # one transfer
+    _refuse_nan(all_fine, names)
     parts = {"scores": scores, "labels": labels, "boxes": corners, "queries": queries}
     return [{name: part[i, :k] for name, part in parts.items()} for i, k in enumerate(kept)]
+
+
+def _refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
+    if all(fine):
+        return
+    bad = [i for i, ok in enumerate(fine) if not ok]
+    called = [names[i] if names is not None else f"image {i} of the batch" for i in bad[:3]]
+    raise UserError(
+        f"{', '.join(called)}{', …' * (len(bad) > 3)}: predictions are NaN. The weights have probably diverged: try an "
+        "earlier checkpoint."
+    )
 
 
 def nms(detections: Sequence[Detections], iou_threshold: float = 0.5) -> list[Detections]:

@@ -144,6 +144,8 @@ class BoxDecoder(nn.Module):
         self.query_head = MLP(2 * dim, dim, dim, 2) if reference == "box" else None
         self.point_head = MLP(dim, dim, 2, 2) if reference == "point" else None
         self.query_scale = MLP(dim, dim, dim, 2) if conditional else None
+        if self.query_scale is not None and depth == 1:
+            self.query_scale.requires_grad_(False)  # it is for the layers after the first
         self.size_head = MLP(dim, dim, 2, 2) if modulate else None
         self.biases = nn.ModuleList(BoxBias(num_heads) for _ in range(depth)) if box_bias else None
 

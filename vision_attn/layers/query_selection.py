@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vision_attn.errors import UserError
 from vision_attn.layers.box_decoder import MLP, Memory
 from vision_attn.layers.sine import places
 
@@ -33,29 +32,19 @@ class QuerySelection(nn.Module):
 
         Args:
             memory: (B, M, D) tokens and where they lie.
-            num_queries: how many tokens are chosen, by their best class.
+            num_queries: how many tokens are chosen, by their best class. Padding never is: where an image has fewer
+                tokens, its best ones are chosen once more, in their order.
             num_classes: the first so many logits are classes.
 
         Returns:
             (B, num_queries, 4) logits of boxes, without gradients; and ``pred_logits`` and ``pred_boxes`` of the same
             tokens.
-
-        Raises:
-            UserError: there are fewer tokens than queries.
         """
-        if memory.tokens.shape[1] < num_queries:
-            rows, columns = memory.keep.shape[1:]
-            raise UserError(
-                f"query_selection chooses {num_queries} of {rows} × {columns} tokens; use larger images, fewer "
-                "queries (num_queries) or a finer backbone"
-            )
         tokens = self.norm(self.proj(memory.tokens))
         logits = self.class_embed(tokens)
         boxes = self._anchors(memory.keep) + self.bbox_embed(tokens)
-        best = logits[..., :num_classes].detach().amax(-1)  # (B, M)
-        if memory.mask is not None:
-            best = best.masked_fill(~memory.mask[:, 0, 0], float("-inf"))
-        chosen = best.topk(num_queries, dim=1).indices[..., None]
+        mask = None if memory.mask is None else memory.mask[:, 0, 0]
+        chosen = best_tokens(logits[..., :num_classes].detach().amax(-1), mask, num_queries)[..., None]
         logits, boxes = (x.gather(1, chosen.expand(-1, -1, x.shape[-1])) for x in (logits, boxes))
         return boxes.detach(), {"pred_logits": logits, "pred_boxes": boxes.sigmoid()}
 
@@ -64,3 +53,25 @@ class QuerySelection(nn.Module):
         rows, columns = places(keep, centred=True)
         size = torch.full_like(rows, self.size)
         return torch.stack([columns, rows, size, size], dim=-1).flatten(1, 2).logit(eps=1e-3)
+
+
+def best_tokens(scores: Tensor, mask: Tensor | None, num: int) -> Tensor:
+    """The best tokens of each image, from the best one down; where there are too few, from the best one again.
+
+    Args:
+        scores: (B, M).
+        mask: (B or 1, M), False for padding, which is not chosen; None where there is none.
+        num: how many.
+
+    Returns:
+        (B, num) int64 places.
+    """
+    tokens = scores.shape[1]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    chosen = scores.topk(min(num, tokens), dim=1).indices
+    if mask is None and tokens >= num:
+        return chosen
+    rank = torch.arange(num, device=scores.device)
+    real = tokens if mask is None else mask.sum(1, keepdim=True).clamp(min=1)
+    return chosen.gather(1, (rank % real).expand(len(scores), -1))

@@ -32,7 +32,8 @@ def box_waves(boxes: Tensor, dim: int, *, temperature: float = 10000.0) -> Tenso
         dim: width D of a place; ``dim // 2`` columns for each number.
         temperature: as for ``waves``.
     """
-    y_first = boxes[..., [1, 0, *range(2, boxes.shape[-1])]]
+    x, y, *size = boxes.split(1, dim=-1)
+    y_first = torch.cat([y, x, *size], dim=-1)  # a list of indices would be copied to the device, which waits for it
     return waves(y_first, dim // 2, temperature=temperature).flatten(-2)
 
 

@@ -103,6 +103,14 @@ class ZooBackbone(nn.Module):
         return tokens.transpose(1, 2).unflatten(2, grid)
 
 
+ANY_SIZE: tuple[dict[str, Any], ...] = (
+    {"dynamic_img_size": True, "dynamic_img_pad": True},
+    {"strict_img_size": False},
+    {},
+)
+"""What lets timm's ViTs, its Swins and all others take images of any size; at their own size nothing changes."""
+
+
 class TimmBackbone(nn.Module):
     """The last map of a net of timm (``features_only``).
 
@@ -114,7 +122,8 @@ class TimmBackbone(nn.Module):
         **options: for ``timm.create_model``.
 
     Raises:
-        UserError: timm has no such model, or not as a backbone, or takes no such option.
+        UserError: timm has no such model, or not as a backbone, or takes no such option; weights that cannot be had or
+            do not fit.
     """
 
     def __init__(
@@ -126,27 +135,63 @@ class TimmBackbone(nn.Module):
         weights: bool | str | Path | None = None,
         **options: Any,
     ) -> None:
-        import timm
         from timm.layers import freeze_batch_norm_2d
 
         super().__init__()
-        settings: dict[str, Any] = {"out_indices": (-1,), "in_chans": in_chans, "pretrained": bool(weights), **options}
+        self.name = name
+        self.body: Any = _timm_body(name, in_chans, weights is True, options)
         if weights and weights is not True:
-            settings["pretrained_cfg_overlay"] = {"file": str(weights)}
-        try:
-            self.body: Any = timm.create_model(name, features_only=True, **settings)
-        except (TypeError, RuntimeError, AssertionError, OSError) as error:
-            raise UserError(f"timm's {name} is no backbone with {options or 'these settings'}: {error}") from error
+            from vision_attn.models.backbone_weights import load_timm_weights
+
+            load_timm_weights(self.body, name, weights, in_chans, options)
         info: Any = self.body.feature_info
         self.channels: int = info.channels()[-1]
         self.stride: int = info.reduction()[-1]
+        # Swins pad their windows, but not their patches; ViTs do so themselves
+        self.patch: tuple[int, int] = getattr(getattr(self.body, "patch_embed", None), "patch_size", (1, 1))
+        self.channels_last = getattr(self.body, "output_fmt", None) == "NHWC"  # timm's Swins
         if norm == "frozen":
             self.body = freeze_batch_norm_2d(self.body)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → (B, channels, h, w)."""
-        found = self.body(x)[-1]
-        return found.permute(0, 3, 1, 2) if found.shape[1] != self.channels else found  # timm's Swins put channels last
+        """(B, C, H, W) → (B, channels, h, w). Images of a Swin are filled up to whole patches with zeros.
+
+        Raises:
+            UserError: the net takes images of another size only.
+        """
+        rows, columns = self.patch
+        x = nn.functional.pad(x, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+        try:
+            found = self.body(x)[-1]
+        except AssertionError as error:
+            raise UserError(
+                f"timm's {self.name} does not take images of {x.shape[-2]} × {x.shape[-1]}: {error} Take another "
+                "backbone, or backbone_options img_size with images of that one size."
+            ) from error
+        return found.permute(0, 3, 1, 2) if self.channels_last else found
+
+
+def _timm_body(name: str, in_chans: int, pretrained: bool, options: Mapping[str, Any]) -> Any:
+    import timm
+
+    settings: dict[str, Any] = {"out_indices": (-1,), "in_chans": in_chans, **options, "pretrained": pretrained}
+    for flexible in ANY_SIZE:
+        try:
+            return timm.create_model(name, features_only=True, **{**flexible, **settings})
+        except TypeError as error:
+            if not any(word in str(error) for word in flexible):
+                raise UserError(f"timm's {name} is no backbone with {dict(options)}: {error}") from error
+        except OSError as error:
+            if not pretrained:
+                raise
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(
+                f"timm's weights of {name} cannot be downloaded ({first}); give a file: backbone_weights=PATH"
+            ) from error
+        except (RuntimeError, AssertionError, ValueError) as error:
+            with_what = dict(options) or "these settings"
+            raise UserError(f"timm's {name} is no backbone with {with_what}: {error}") from error
+    raise AssertionError("the last of ANY_SIZE asks for nothing")
 
 
 def make_backbone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from vision_attn.detection.boxes import cxcywh_to_xyxy
 from vision_attn.detection.confusion import Confusion, confusion
 from vision_attn.detection.postprocess import postprocess
+from vision_attn.detection.report import nms_beside
 from vision_attn.training.pictures import (
     GOOD,
     GREY,
@@ -34,7 +36,7 @@ LINES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#000
 
 
 def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu", limit: int = 1000) -> list[Path]:
-    """Every picture of a finished run.
+    """Every picture of a finished run; ``val/ap_nms50`` and ``val/ap_nms70`` go into its summary.
 
     Args:
         run: the :class:`~vision_attn.training.run_folder.RunFolder`.
@@ -55,6 +57,9 @@ def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu
     written = ["learning_curves", "augmented"]
     if data.split("val") is not None:
         evaluation = look(module, data, device, limit)
+        if evaluation.images == len(data.split("val")):  # what is said of the split is of all of it
+            beside = {f"val/{k}": round(v, 6) for k, v in nms_beside(evaluation).items() if not math.isnan(v)}
+            run.write_summary(**beside)
         confused = confusion(evaluation.truth, evaluation.detections, [i for i, _ in evaluation.categories])
         names, shown = [label for _, label in evaluation.categories], f"{evaluation.images:,} validation images"
         batch = data.sample_batch(8, split="val")

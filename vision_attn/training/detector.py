@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from torchmetrics import MeanMetric
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.detection.criterion import Criterion, CriterionConfig
 from vision_attn.detection.postprocess import postprocess
+from vision_attn.detection.report import nms_beside
 from vision_attn.errors import UserError
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
-from vision_attn.training.optimizers import OptimizerConfig
+from vision_attn.training.optimizers import OptimizerConfig, parameter_groups
 
 LOGGED = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar_100")
 PARTS = ("loss_class", "loss_bbox", "loss_giou", "class_error", "surplus")
@@ -33,7 +36,8 @@ class Detector(TrainingModule):
     Logged: ``{train,val,test}/loss``; in training the parts of the last decoder layer, ``train/loss_class``,
     ``train/loss_bbox``, ``train/loss_giou``, ``train/class_error``, and ``train/surplus``, objects per image beyond the
     number of queries; in evaluations COCO's average precision and recall, 0 … 1: ``ap ap50 ap75 ap_small ap_medium
-    ap_large ar_100``, those without any such object left out.
+    ap_large ar_100``, those without any such object left out; in tests also ``ap_nms50 ap_nms70``, the average
+    precision after non-maximum suppression, which a set predictor should not need.
 
     Args:
         name: of the model; ``vision-attn models`` lists them.
@@ -45,7 +49,8 @@ class Detector(TrainingModule):
         category_ids: the ids of the classes in the data's files (linked); travel with the checkpoint.
         preprocess: how images become tensors (linked); travels with the checkpoint.
         optimizer: optimizer and schedule.
-        lr_backbone: peak learning rate of the backbone; None: that of everything else, 0: not trained.
+        lr_backbone: peak learning rate of all parameters of the backbone, with ``muon`` of those left to AdamW, too;
+            None: that of everything else; 0: the backbone stays as it is, its norms' statistics and all.
         criterion: losses and matching costs.
         max_detections: per image, in evaluations.
         channels_last: memory format of the backbone; None means where convolutions overlap.
@@ -77,8 +82,6 @@ class Detector(TrainingModule):
         compile: bool = False,
         seed: int = 0,
     ) -> None:
-        if lr_backbone is not None:
-            optimizer = with_backbone_rate(optimizer, lr_backbone)
         super().__init__(optimizer, seed)
         from vision_attn.models import create_model
 
@@ -92,33 +95,50 @@ class Detector(TrainingModule):
             config["category_ids"] = [int(i) for i in category_ids]
         if preprocess is not None:
             config["preprocess"] = dict(preprocess)
-        if lr_backbone == 0:
-            self.model.backbone.requires_grad_(False)
+        if lr_backbone is not None:
+            self.optimizer_config = with_backbone_rate(optimizer, lr_backbone, self.model)
         self._setup(num_classes, criterion, max_detections, channels_last)
+        if lr_backbone == 0:
+            self.frozen = True
+            self.model.backbone.requires_grad_(False).eval()
         if compile:
             self.model.compile()
 
     @classmethod
-    def from_model(cls, model: Any, channels_last: bool | None = None) -> Detector:
-        """Wrap a finished model (from ``load_model``) for ``trainer.validate`` and ``trainer.test``."""
+    def from_model(
+        cls,
+        model: Any,
+        channels_last: bool | None = None,
+        criterion: CriterionConfig | None = None,
+        max_detections: int = 100,
+    ) -> Detector:
+        """Wrap a finished model (from ``load_model``) for ``trainer.validate`` and ``trainer.test``.
+
+        Args:
+            model: a detector.
+            channels_last, max_detections: as for the class.
+            criterion: losses to evaluate with; None: those that the model's head is made for.
+        """
         self = cls.__new__(cls)
         TrainingModule.__init__(self)
         self.model = model
         check_task(model)
-        self._setup(int(model.config["args"]["num_classes"]), CriterionConfig(), 100, channels_last)
+        classes = int(model.config["args"]["num_classes"])
+        self._setup(classes, criterion or CriterionConfig(), max_detections, channels_last)
         return self
 
     def _setup(
         self, num_classes: int, criterion: CriterionConfig, max_detections: int, channels_last: bool | None
     ) -> None:
         self.criterion = Criterion(num_classes, criterion, self.model.classification)
-        self.max_detections = max_detections
+        self.max_detections, self.frozen = max_detections, False
         self.channels_last = prefers_channels_last(self.model.backbone) if channels_last is None else channels_last
         if self.channels_last:
             self.model.backbone.to(memory_format=torch.channels_last)
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         # made when an evaluation starts, because they need the ground truth; no part of the module, which is saved
         self._precision: dict[str, Any] = {}
+        self._seen_data: dict[str, Any] = {}  # whose ground truth that is
         self._label_map: dict[str, Tensor | None] = {}
         self.evaluation: Any = None  # of the last validation or test: tables and curves
 
@@ -135,6 +155,9 @@ class Detector(TrainingModule):
 
         Raises:
             UserError: another number of classes.
+
+        Warns:
+            UserWarning: images with more objects than there are queries.
         """
         super().on_fit_start()
         found = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
@@ -143,6 +166,23 @@ class Detector(TrainingModule):
                 f"the data have {found} classes, the model's head {self.criterion.num_classes}: "
                 f"build it with num_classes={found}"
             )
+        if self.trainer.is_global_zero:
+            self._warn_of_surplus(getattr(self.trainer, "datamodule", None))
+
+    def _warn_of_surplus(self, data: Any) -> None:
+        boxes = getattr(data.split("train"), "boxes", None) if hasattr(data, "split") else None
+        queries = int(self.model.num_queries)
+        if boxes is None:
+            return
+        counts = boxes.starts.diff()
+        over = int((counts > queries).sum())
+        if over:
+            warnings.warn(
+                f"{over:,} of {len(counts):,} training images have more objects than the model has queries "
+                f"({queries}; up to {int(counts.max())} objects): the surplus cannot be learned. "
+                f"Raise --model.args.num_queries.",
+                stacklevel=2,
+            )
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Match, and add up the losses of all layers.
@@ -150,16 +190,24 @@ class Detector(TrainingModule):
         Raises:
             UserError: predictions that became NaN, with the step.
         """
+        if self.frozen and self.model.backbone.training:  # somebody called model.train(): its norms would count along
+            self.model.backbone.eval()
         outputs = self(batch["image"], batch["mask"], batch["targets"])
         try:
             losses = self.criterion(outputs, batch["targets"])
-        except UserError as error:
+        except UserError as error:  # NaN, most of all
             where = f"step {self.global_step} (epoch {self.current_epoch}, lr {self.lr:.2g})"
             raise UserError(f"{where}: {error}") from None
         count = len(batch["targets"])
         sums = {name: losses[name] * count for name in ("loss", *PARTS[:-1])}
         self.record(count, surplus=losses["surplus"], **sums)
         return losses["loss"]
+
+    def take_means(self) -> dict[str, float]:
+        """As of every task; objects without a query are shown where there are any."""
+        means = super().take_means()
+        self.shown = type(self).shown | ({"surplus"} if means.get("train/surplus", 0) > 0 else set())
+        return means
 
     # -- evaluation ---------------------------------------------------------------------------------
 
@@ -173,11 +221,11 @@ class Detector(TrainingModule):
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Collect losses and detections."""
-        self._evaluate(batch, "val", self.val_loss)
+        self._evaluate(batch, batch_idx, "val", self.val_loss)
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Collect losses and detections."""
-        self._evaluate(batch, "test", self.test_loss)
+        self._evaluate(batch, batch_idx, "test", self.test_loss)
 
     def on_validation_epoch_end(self) -> None:
         """``val/loss`` and ``val/ap…`` over all processes; every image counts once."""
@@ -190,17 +238,27 @@ class Detector(TrainingModule):
     def _begin(self, stage: str) -> None:
         from vision_attn.detection.coco_eval import CocoMetric
 
-        if stage not in self._precision:
-            data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self._seen_data.get(stage) is not data:
             own, theirs = self.model.config.get("category_ids") or data.category_ids, data.category_ids
             truth = data.ground_truth(stage)
             self._precision[stage] = CocoMetric(truth, category_ids=own, max_dets=self.max_detections)
-            self._label_map[stage] = label_map(own, theirs)
+            self._label_map[stage], self._seen_data[stage] = label_map(own, theirs), data
         self._precision[stage].reset()
         self._precision[stage].to(self.device)
 
-    def _evaluate(self, batch: dict[str, Any], stage: str, mean: MeanMetric) -> None:
+    def _evaluate(self, batch: dict[str, Any], batch_idx: int, stage: str, mean: MeanMetric) -> None:
+        try:
+            self._score(batch, stage, mean)
+        except UserError as error:
+            where = f"{stage}, batch {batch_idx}"
+            if self.trainer.state.fn == "fit":
+                where += f", after step {self.global_step} (epoch {self.current_epoch}, lr {self.lr:.2g})"
+            raise UserError(f"{where}: {error}") from None
+
+    def _score(self, batch: dict[str, Any], stage: str, mean: MeanMetric) -> None:
         targets = batch["targets"]
+        ids = [int(target["image_id"]) for target in targets]
         outputs = self(batch["image"], batch["mask"])
         labels = self._label_map[stage]
         if labels is not None:  # otherwise the model does not know all classes of the data, and there is no loss
@@ -210,8 +268,9 @@ class Detector(TrainingModule):
             count = max(1, sum(len(target["labels"]) for target in known))
             mean.update(self.criterion(outputs, known)["loss"], weight=count)
         sizes = torch.stack([target["orig_size"] for target in targets])
-        found = postprocess(outputs, sizes, self.model.classification, topk=self.max_detections)
-        self._precision[stage].update([target["image_id"] for target in targets], found)
+        names = [f"image {i}" for i in ids]
+        found = postprocess(outputs, sizes, self.model.classification, topk=self.max_detections, names=names)
+        self._precision[stage].update(ids, found)
 
     def _finish(self, stage: str, mean: MeanMetric) -> None:
         numbers = self._precision[stage].compute()
@@ -219,6 +278,8 @@ class Detector(TrainingModule):
         values = {name: numbers[name] for name in LOGGED if name in numbers and not math.isnan(numbers[name])}
         if self._label_map[stage] is not None:
             values["loss"] = float(mean.compute())
+        if stage == "test":  # two more evaluations: not after every epoch
+            values |= {name: value for name, value in nms_beside(self.evaluation).items() if not math.isnan(value)}
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, rank_zero_only=False)
         mean.reset()
 
@@ -229,8 +290,13 @@ class Detector(TrainingModule):
         return draw_all(run, self, data, device)
 
 
-def with_backbone_rate(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig:
+def with_backbone_rate(optimizer: OptimizerConfig, lr: float, model: Any = None) -> OptimizerConfig:
     """The optimizer with another peak learning rate for ``backbone.*``; patterns that were given go first.
+
+    Args:
+        optimizer: of the detector.
+        lr: of every parameter of the backbone, whatever the algorithm.
+        model: the detector; for ``muon``, whose remaining parameters AdamW takes at a rate of its own.
 
     Raises:
         UserError: a negative rate.
@@ -239,7 +305,16 @@ def with_backbone_rate(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig
         raise UserError(f"lr_backbone must not be negative, got {lr}")
     if lr == 0 or not optimizer.lr:
         return optimizer
-    return dataclasses.replace(optimizer, lr_mult={**(optimizer.lr_mult or {}), "backbone.*": lr / optimizer.lr})
+    given, names = optimizer.lr_mult or {}, {}
+    if optimizer.name == "muon" and optimizer.adamw_lr and model is not None:
+        groups = [group for group in parameter_groups(model, optimizer) if group["algorithm"] == "adamw"]
+        left = {id(parameter) for group in groups for parameter in group["params"]}
+        names = {
+            name: lr / optimizer.adamw_lr
+            for name, parameter in model.named_parameters()
+            if name.startswith("backbone.") and id(parameter) in left and not any(fnmatchcase(name, p) for p in given)
+        }
+    return dataclasses.replace(optimizer, lr_mult={**given, **names, "backbone.*": lr / optimizer.lr})
 
 
 def check_task(model: Any) -> None:
