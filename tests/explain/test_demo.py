@@ -147,6 +147,52 @@ def test_maps_say_what_they_are_worth(files):
     assert all(":" in title for _, title in demo.gallery(seen))
 
 
+def test_maps_that_were_not_measured_say_so_and_how_to(files):
+    picture = demo.read_upload(files / "photo.png")
+    for name in ("vit", "cnn", "detr"):
+        (note,) = [n for n in demo.look_at(source(files, name), picture).notes if "nobody knows" in n]
+        assert f"Tick “{demo.MEASURE}”" in note
+    assert not any("nobody knows" in n for n in demo.look_at(source(files, "vit"), picture, measure=True).notes)
+
+
+def test_implied_maps_are_called_so_wherever_they_are_named(tmp_path):
+    va.save_model(va.create_model("vit_tiny_patch16_224", **VIT, attention={"pattern": "performer"}), tmp_path / "m")
+    seen = demo.look_at(source(tmp_path, "m"), Image.new("RGB", (16, 16)), measure=True)
+    assert seen.titles == ["blocks.0.attn (implied)", "blocks.1.attn (implied)"]
+    assert seen.layer("blocks.0.attn (implied)").name == seen.layer("blocks.0.attn").name == "blocks.0.attn"
+    titles = [title.split(":")[0] for _, title in demo.gallery(seen)]
+    assert [t for t in titles if "Grad-CAM" not in t] == [
+        f"{t} (implied)" for t in ("class token, last layer", "rollout", "flow", "gradient-weighted relevance")
+    ]
+
+
+class FakeGradio:
+    """What Page needs of Gradio."""
+
+    @staticmethod
+    def skip():
+        return "skip"
+
+    @staticmethod
+    def update(**options):
+        return options
+
+
+def test_clicks_where_there_is_nothing_to_choose(files, monkeypatch):
+    page = demo_page.Page(FakeGradio, [])
+    assert page.click(None, None, (1, 1)) == ("skip", demo_page.EMPTY)
+    picture = demo.read_upload(files / "photo.png")
+    cnn = demo.look_at(source(files, "cnn"), picture)
+    for answer in (page.click(cnn, None, (1, 1)), page.change_layer(cnn, None), page.change_map(cnn, None, None, None)):
+        assert "resnet8_cifar has no attention" in answer[-1]
+        assert "Drop" not in answer[-1]
+    vit = demo.look_at(source(files, "vit"), picture)
+    assert page.click(vit, "blocks.1.attn", (447, 1)) == ("row 0, column 3", "")
+    assert "no layer 'gone'" in page.click(vit, "gone", (1, 1))[-1]
+    monkeypatch.setattr(demo, "with_boxes", lambda seen: 1 / 0)
+    assert "Something went wrong (ZeroDivisionError)" in page.click(vit, "blocks.1.attn", (1, 1))[-1]
+
+
 def test_overlay_shows_the_map_where_it_lies():
     m = torch.zeros(2, 3)
     m[1, 2] = 1.0

@@ -43,7 +43,7 @@ def test_entropy_and_divergence_of_known_heads():
     looks_everywhere = torch.full((m,), 1 / m)
     looks_at_one, looks_at_another = torch.eye(m)[1], torch.eye(m)[5]
     weights = torch.stack([looks_everywhere, looks_at_one, looks_at_another])[None, :, None].expand(2, 3, 7, m)
-    found = _statistics(weights, (None, None), False, True)
+    found = _statistics([(0, weights[:, :, :3]), (3, weights[:, :, 3:])], (None, None), False, True)
     torch.testing.assert_close(found.entropy, torch.tensor([math.log(m), 0.0, 0.0]))
     assert found.distance.isnan().all()
     torch.testing.assert_close(found.diversity[1, 2], torch.tensor(1.0))  # nothing in common: one bit

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
 
 import vision_attn as va
-from vision_attn.attention import Attention, Layout, record
+from vision_attn.attention import Attention, Layout, flex, record
 from vision_attn.errors import UserError
-from vision_attn.explain import maps as maps_module
-from vision_attn.peak_memory import in_child
+from vision_attn.explain import head_statistics, implied_layers, mean_attention_distance
 
 VIT = {"img_size": (20, 28), "patch_size": 4, "embed_dim": 12, "num_heads": 3, "depth": 2, "num_classes": 5}
 FAMILIES = {
@@ -34,63 +32,19 @@ def images_for(model, batch=2):
     return torch.randn(batch, 3, *model.img_size)
 
 
-def explicit(model):
-    """The same model on the explicit kernel, with the weights that each layer used written down."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.kernel = "explicit"
-    return model
-
-
-@pytest.fixture
-def used(monkeypatch):
-    """What the explicit kernel mixed values with, call after call."""
-    from vision_attn.attention import kernels
-
-    seen, mix = [], kernels.mix_values
-
-    def spy(weights, v):
-        seen.append(weights.detach().clone())
-        return mix(weights, v)
-
-    monkeypatch.setattr(kernels, "mix_values", spy)
-    return seen
-
-
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "cct_2_3x2_32"])
-def test_maps_are_the_weights_of_the_explicit_kernel(name, used):
-    model = build(name)
+def test_a_model_is_left_as_it_is():
+    model = build("vit_tiny_patch16_224").train()
+    model.blocks[0].eval()
+    modes = [m.training for m in model.modules()]
     images = images_for(model)
-    before = model(images)
-    used.clear()
-    maps = va.attention_maps(model, images)
-    torch.testing.assert_close(model(images), before, rtol=0, atol=0)
-    used.clear()
-    other = explicit(model)
-    if hasattr(other, "all_tokens"):
-        other.all_tokens = True
-    other(images)
-    layers = [m for n, m in maps.items() if n.startswith("blocks")]
-    assert len(layers) == len(model.blocks)
-    for found, expected in zip(layers, used, strict=False):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    for m in maps.values():
-        torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["swin_cifar_tiny", "swinv2_cifar_tiny"])
-def test_windows_are_put_back_on_the_plane(name, used):
-    model = build(name, 0.1)
-    images = images_for(model, 1)
-    maps = va.attention_maps(model, images)
-    used.clear()
-    explicit(model)(images)
-    assert list(maps) == [f"layers.{s}.blocks.{b}.attn" for s, n in enumerate((2, 4, 2)) for b in range(n)]
-    for (_, found), layer in zip(maps.items(), used, strict=True):
-        torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]), rtol=0, atol=1e-5)
-        # the multiset of weights is the same, whatever order windows put tokens in
-        torch.testing.assert_close(found[found > 0].sort().values, layer[layer > 0].sort().values, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        before = model(images)
+        maps = va.attention_maps(model, images)
+        torch.testing.assert_close(model(images), before, rtol=0, atol=0)
+    assert maps["blocks.1.attn"].shape == (2, 3, 36, 36)
+    assert [m.training for m in model.modules()] == modes
+    assert all(m.recorder is None and not m._forward_pre_hooks for m in model.modules() if isinstance(m, Attention))
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
@@ -129,17 +83,36 @@ def test_the_fused_kernel_agrees_when_values_are_the_identity(name, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_maps_of_compiled_and_half_precision_models():
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param(  # compiling takes a minute
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(flex.no_compiler("cpu") is not None, reason=f"{flex.no_compiler('cpu')}"),
+            ],
+        ),
+    ],
+)
+def test_maps_of_compiled_models(backend):
+    model = build("vit_tiny_patch16_224", 0.1, depth=1)
+    images = images_for(model)
+    expected = va.attention_maps(model, images)
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        before = compiled(images)
+        maps = va.attention_maps(compiled, images)
+        assert list(maps) == list(expected) == ["blocks.0.attn"]
+        torch.testing.assert_close(maps["blocks.0.attn"], expected["blocks.0.attn"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(compiled(images), before, rtol=0, atol=0)
+
+
+def test_maps_of_half_precision_models():
     model = build("vit_tiny_patch16_224", 0.1)
     images = images_for(model)
     expected = va.attention_maps(model, images)
-    compiled = torch.compile(model, backend="eager")
-    before = compiled(images)
-    maps = va.attention_maps(compiled, images)
-    assert list(maps) == list(expected)
-    for name in maps:
-        torch.testing.assert_close(maps[name], expected[name], rtol=0, atol=1e-6)
-    torch.testing.assert_close(compiled(images), before, rtol=0, atol=0)
     half = copy.deepcopy(model).bfloat16()
     before = half(images.bfloat16())
     maps = va.attention_maps(half, images)
@@ -155,10 +128,15 @@ def test_maps_of_compiled_and_half_precision_models():
 @pytest.mark.parametrize("pattern", [{"pattern": "linformer", "rank": 7}, {"pattern": "performer"}])
 def test_maps_without_weights_say_that_they_are_implied(pattern):
     model = build("vit_tiny_patch16_224", 0.1, attention=pattern)
-    maps = va.attention_maps(model, images_for(model))
-    assert maps.implied == {"blocks.0.attn", "blocks.1.attn"}
+    images = images_for(model)
+    maps = va.attention_maps(model, images)
+    assert maps.implied == implied_layers(model) == {"blocks.0.attn", "blocks.1.attn"}
+    assert all(numbers.implied for numbers in head_statistics(model, images).values())
+    assert mean_attention_distance(model, images).implied == maps.implied
     plain = build("vit_tiny_patch16_224", 0.1)
     assert not va.attention_maps(plain, images_for(plain)).implied
+    assert not implied_layers(plain)
+    assert not mean_attention_distance(plain, images_for(plain)).implied
 
 
 def test_pools_pointers_and_glimpses_have_maps():
@@ -211,27 +189,6 @@ def test_maps_of_a_detector():
     torch.testing.assert_close(few["decoder.layers.2.cross_attn"], cross[:, [1]][:, :, [4, 7]])
 
 
-def test_rows_in_pieces_are_the_same(monkeypatch):
-    from vision_attn.attention import recorder
-
-    model = build("swin_cifar_tiny", 0.1)
-    images = images_for(model)
-    whole = va.attention_maps(model, images)
-    monkeypatch.setattr(recorder, "ROWS", 5000)
-    pieces = va.attention_maps(model, images)
-    for name in whole:
-        torch.testing.assert_close(pieces[name], whole[name], rtol=0, atol=1e-7)
-
-
-def test_training_mode_is_kept_for_every_part():
-    model = build("vit_tiny_patch16_224").train()
-    model.blocks[0].eval()
-    modes = [m.training for m in model.modules()]
-    va.attention_maps(model, images_for(model))
-    assert [m.training for m in model.modules()] == modes
-    assert all(m.recorder is None for m in model.modules() if isinstance(m, Attention))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -247,40 +204,82 @@ def test_what_is_not_there_is_named(options, message):
         va.attention_maps(model, images_for(model), **options)
 
 
+FEW = [
+    ("glimpse_small_32", (2, 3, 32, 32), {}, "glimpses", (1, 3)),
+    ("pointer_lstm", (2, 4, 3, 8, 8), {"img_size": 8}, "pointer", (1, 4)),
+    ("cct_2_3x2_32", (2, 3, 32, 32), {}, "pool", (1, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "options", "layer", "sizes"), FEW)
+def test_pools_pointers_and_glimpses_alone_have_heads_and_queries_too(name, shape, options, layer, sizes):
+    model, images = va.create_model(name, **options).eval(), torch.randn(*shape)
+    whole = va.attention_maps(model, images, layers=[layer])[layer]
+    assert whole.shape[1:3] == sizes
+    last = sizes[1] - 1
+    found = va.attention_maps(model, images, layers=[layer], heads=[0], queries=[last])
+    torch.testing.assert_close(found[layer], whole[:, :, [last]], rtol=0, atol=0)
+    assert (found.heads, found.rows) == ([0], [last])
+    with pytest.raises(UserError, match=f"layer '{layer}' has no head 7: it has one, 0"):
+        va.attention_maps(model, images, layers=[layer], heads=[7])
+    with pytest.raises(UserError, match=f"layer '{layer}' has no query {last + 1}: it has"):
+        va.attention_maps(model, images, layers=[layer], queries=[last + 1])
+
+
+@pytest.mark.parametrize(("name", "shape", "options", "layer", "sizes"), FEW)
+def test_heads_and_queries_that_no_layer_has_are_refused(name, shape, options, layer, sizes):
+    model, images = va.create_model(name, **options).eval(), torch.randn(*shape)
+    with pytest.raises(UserError, match="has no head 70: it has"):
+        va.attention_maps(model, images, heads=[70])
+    with pytest.raises(UserError, match="has no query 700: it has"):
+        va.attention_maps(model, images, queries=[700])
+
+
+def test_what_is_not_there_is_refused_before_anything_attends(monkeypatch):
+    from vision_attn.attention import kernels
+
+    model = build("vit_tiny_patch16_224")
+    monkeypatch.setattr(kernels, "choose_kernel", lambda *_: pytest.fail("it attended"))
+    monkeypatch.setattr("vision_attn.attention.core.choose_kernel", lambda *_: pytest.fail("it attended"))
+    for options in ({"heads": [3]}, {"queries": [36]}, {"heads": []}, {"heads": ["0"]}):
+        with pytest.raises(UserError, match=r"layer 'blocks\.0\.attn'.*it has 36?, 0 to"):
+            va.attention_maps(model, images_for(model), **options)
+
+
+def test_where_glimpses_lie():
+    model = va.create_model("glimpse_small_32").eval()
+    maps = va.attention_maps(model, torch.randn(1, 3, 32, 40))
+    plane = maps.planes["glimpses"][1]
+    assert (plane.grid, plane.stride) == ((7, 9), (4, 4))
+    corners = model.corners((32, 40))
+    torch.testing.assert_close(plane.centres(), corners + 4.0)
+    assert plane.to_image(maps["glimpses"]).shape == (1, 1, 3, 7, 9)
+
+
+@pytest.mark.parametrize("name", ["dn_detr_tiny", "detr_tiny"])
+def test_as_many_object_queries_as_image_tokens_are_no_image_tokens(name):
+    model = va.create_model(name, num_queries=15).eval()
+    maps = va.attention_maps(model, torch.randn(1, 3, 24, 40))  # a grid of 3 × 5
+    for layer, m in maps.items():
+        assert m.shape[2:] == (15, 15)
+        lie = [None if plane is None else plane.grid for plane in maps.planes[layer]]
+        kind = layer.rpartition(".")[2]
+        assert lie == {"attn": [(3, 5), (3, 5)], "self_attn": [None, None], "cross_attn": [None, (3, 5)]}[kind], layer
+
+
 def test_a_cnn_has_no_maps():
     with pytest.raises(UserError, match="CifarResNet has no attention layer"):
         va.attention_maps(va.create_model("resnet8_cifar"), torch.randn(1, 3, 32, 32))
 
 
-def test_maps_that_do_not_fit_are_refused_with_their_size(monkeypatch):
-    model = build("vit_tiny_patch16_224")
-    monkeypatch.setattr(maps_module, "free_memory", lambda device: 50_000)
-    with pytest.raises(UserError, match=r"would take .* GiB.*2 × 3 heads × 36 queries × 36 keys.*queries="):
-        va.attention_maps(model, images_for(model))
-    assert va.attention_maps(model, images_for(model), queries=[0])["blocks.0.attn"].shape == (2, 3, 1, 36)
+def test_public_names_are_functions_and_classes_whatever_was_imported_first():
+    import importlib
 
+    from vision_attn import explain
 
-def test_memory_is_bounded_by_what_is_asked_for(tmp_path, monkeypatch):
-    (tmp_path / "asked_maps.py").write_text(
-        "import torch\nimport vision_attn as va\n\n\n"
-        + "def ask(heads, queries, layers):\n"
-        + "    torch.manual_seed(0)\n"
-        + f"    size = {json.dumps({'img_size': 128, 'patch_size': 4, 'embed_dim': 32, 'num_heads': 4, 'depth': 3})}\n"
-        + "    model = va.create_model('vit_tiny_patch16_224', num_classes=2, **size).eval()\n"
-        + "    images = torch.randn(1, 3, 128, 128)\n"
-        + "    return lambda: va.attention_maps(model, images, heads=heads, queries=queries, layers=layers)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one = 4 * 4 * 1025**2  # bytes of a layer's map
-    calls = [
-        {"heads": None, "queries": [0, 3], "layers": "all"},
-        {"heads": [2], "queries": None, "layers": "blocks.1.attn"},
-        {"heads": None, "queries": None, "layers": "blocks.1.attn"},
-        {"heads": None, "queries": None, "layers": "all"},
-    ]
-    rows, head, layer, everything = in_child("asked_maps", "ask", calls, threads=1)
-    assert rows < 0.6 * one  # the forward pass alone
-    assert head < 0.25 * one + rows + 2**25
-    assert layer < one + rows + 2**25  # no second tensor of that size
-    assert everything < 3 * one + rows + 2**25
-    assert everything > 2.9 * one
+    for module in ("rollout", "relevance", "faithfulness", "insight"):
+        importlib.import_module(f"vision_attn.explain.{module}")
+    for name in explain.__all__:
+        assert callable(getattr(explain, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = explain.nothing

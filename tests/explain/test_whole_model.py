@@ -11,7 +11,7 @@ import torch
 import vision_attn as va
 from vision_attn.errors import UserError
 from vision_attn.explain.gradcam import grad_cam, target_layer
-from vision_attn.explain.relevance import _row_normalized, detection_relevance, relevance
+from vision_attn.explain.relevance import detection_relevance, relevance
 from vision_attn.explain.rollout import _flow, flow, rollout
 
 SIZES = {
@@ -152,9 +152,14 @@ def test_relevance_of_a_detector_follows_both_modalities(weights_with_gradients)
     for step in encoder:
         images = images + step @ images
     queries, cross = torch.eye(20), torch.zeros(20, 96)
+
+    def normalized(r):  # equations 8 and 9 of the paper: R = R̂ + 1, where the rows of R̂ are made to sum to 1
+        gained = r - torch.eye(len(r))
+        return torch.stack([row / row.sum() if row.sum() > 0 else row for row in gained]) + torch.eye(len(r))
+
     for own, seen in zip(decoder[0::2], decoder[1::2], strict=True):
         queries, cross = queries + own @ queries, cross + own @ cross
-        cross = cross + _row_normalized(queries).T @ seen @ _row_normalized(images)
+        cross = cross + normalized(queries).T @ seen @ normalized(images)
     found = detection_relevance(model, image, [3, 7], [0, 2])
     assert found.shape == (2, 8, 12)
     torch.testing.assert_close(found[1].flatten(), cross[7], rtol=1e-3, atol=1e-8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vision_attn.cli.arguments import make_parser, parse
 from vision_attn.errors import UserError
+
+MOST = 32  # pictures on a page: a browser holds them all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +26,11 @@ def run(argv: list[str]) -> int:
     """Write maps of the images named on the command line.
 
     Raises:
-        UserError: the checkpoint or an image cannot be read, or there is no such layer, head or query.
+        UserError: the checkpoint or an image cannot be read, there are too many images, or no such layer, head or
+            query.
     """
     options = _parse(argv)
+    _check_output(Path(options.output))
     from vision_attn.checkpoints import load_model
     from vision_attn.explain.views import Choice
     from vision_attn.inference import pick_device
@@ -36,12 +41,18 @@ def run(argv: list[str]) -> int:
         queries=_numbers("queries", options.queries),
         trials=options.trials,
         threshold=options.threshold,
+        flow=options.flow,
     )
     files = _files(options.images)
+    if len(files) > MOST:
+        raise UserError(
+            f"{len(files)} images: a page holds {MOST} at most. Name fewer, and give the folder with --data for "
+            "numbers over the set."
+        )
     more = _files([options.data])[: options.most] if options.data else []
     device = pick_device(options.device)
     models = [load_model(path, device=device) for path in (options.ckpt_path, options.compare) if path]
-    choices = [choice, Choice(trials=choice.trials, threshold=choice.threshold)]
+    choices = [choice, Choice(trials=choice.trials, threshold=choice.threshold, flow=choice.flow)]
     insights = [_look(model, files, more, c) for model, c in zip(models, choices, strict=False)]
     written = _write(Path(options.output), insights)
     for insight in insights:
@@ -53,23 +64,34 @@ def run(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> Any:
     parser = make_parser("maps", "Attention maps, rollout, relevance and Grad-CAM of images, and what they are worth.")
-    parser.add_argument("images", nargs="+", help="image files and folders (searched through)")
+    parser.add_argument("images", nargs="+", help=f"image files and folders (searched through), {MOST} at most")
     parser.add_argument("--ckpt_path", required=True, help=".ckpt, .safetensors, .th, or the folder of a run or model")
     parser.add_argument("--compare", type=str | None, default=None, help="another checkpoint, shown beside the first")
     parser.add_argument("--output", default="maps", help="folder to write to")
     parser.add_argument("--layers", type=str | None, default=None, help="names or wildcards, with commas: blocks.1*")
     parser.add_argument("--heads", type=str | None, default=None, help="numbers of heads: 0,2 or 0-3")
     parser.add_argument(
-        "--queries", type=str | None, default=None, help="numbers of query tokens: 0 is the class token"
+        "--queries",
+        type=str | None,
+        default=None,
+        help="numbers of query tokens: 0 is the class token where there is one; a Swin's count on the grid that is "
+        "filled up to whole windows",
     )
     parser.add_argument("--data", type=str | None, default=None, help="folder with more images, for numbers over a set")
     parser.add_argument("--most", type=int, default=64, help="images of that folder that are looked at")
-    parser.add_argument("--trials", type=int, default=19, help="random maps to compare with; 0 for none")
+    parser.add_argument("--trials", type=int, default=19, help="random maps to compare each with; 0 for none")
+    parser.add_argument("--flow", default="auto", help="attention flow: yes, no, or auto (where it takes no minutes)")
     parser.add_argument("--threshold", type=float, default=0.3, help="detections must be surer")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps …")
     options = parse(parser, argv)
+    from vision_attn.explain.views import FLOWS
+
     if options.trials < 0 or options.most < 0 or not 0 <= options.threshold < 1:
         raise UserError("--trials and --most are 0 or more, --threshold is 0 to 1.")
+    # YAML reads yes and no as truth values
+    options.flow = {"true": "yes", "false": "no"}.get(str(options.flow).lower(), str(options.flow).lower())
+    if options.flow not in FLOWS:
+        raise UserError(f"--flow {options.flow}: choose {', '.join(FLOWS)}.")
     return options
 
 
@@ -82,8 +104,24 @@ def _numbers(what: str, text: str | None) -> list[int] | None:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise UserError(f"--{what} {text!r}: give numbers such as 0,2 or 0-3.")
+        if dash and int(last) < int(first):
+            raise UserError(f"--{what} {text!r}: {part.strip()} holds no number; write {last}-{first}.")
         found += range(int(first), int(last if dash else first) + 1)
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _check_output(folder: Path) -> None:
+    """Before anything is computed: whether a folder can be made or written to there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"--output {folder}: {there} is a file; name a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--output {folder}: {there} cannot be written to; name another folder.")
 
 
 def _files(images: Sequence[str]) -> list[Path]:
@@ -128,8 +166,6 @@ def _write(folder: Path, insights: Sequence[Insight]) -> list[Path]:
     from vision_attn.atomic import atomic_write_text
     from vision_attn.explain.page import page
 
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {folder} is a file; name a folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
@@ -153,13 +189,13 @@ def _figures(folder: Path, insights: Sequence[Insight]) -> None:
         part = folder if len(insights) == 1 else folder / f"{number + 1}_{insight.name}"
         figures.worth(insight, part / "worth.png")
         if insight.clouds is not None:
-            title = f"{insight.name}: centres of the boxes of each query in {insight.clouds.shape[1]} images"
+            title = f"{insight.name}: where its queries find objects in {insight.clouds.boxes.shape[1]} images"
             figures.query_clouds(insight.clouds, part / "queries.png", title)
         for i, picture in enumerate(insight.pictures):
             stem = f"{i:02d}_{Path(picture.source).stem}"
             title = f"{insight.name}, {picture.source}: {picture.answer}"
             if picture.layers:
-                figures.all_heads(picture, part, stem, title)
+                figures.all_heads(insight, picture, part, stem, title)
             if picture.summaries:
                 figures.summary(insight, picture, part / f"{stem}_summary.png", title)
             if picture.detections:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.linear import Linformer
 from vision_attn.errors import UserError
 from vision_attn.explain.maps import Images, Recording, recording
 from vision_attn.explain.planes import Plane
@@ -38,11 +39,12 @@ class Chain:
     planes: list[Plane]
     readout: Tensor
 
-    def follow(self, matrix: Callable[[str], Tensor], start: Tensor | None = None) -> Tensor:
+    def follow(self, through: Callable[[str, Tensor], Tensor], start: Tensor | None = None) -> Tensor:
         """Rows of the product of all layers: (B, Q, N) after the last layer → (B, Q, rows, columns) of patches.
 
         Args:
-            matrix: layer name → (B, N, N), how tokens after the layer depend on those before.
+            through: a layer's name and rows (B, Q, N) → rows · (B, N, N), how tokens after the layer depend on those
+                before. The matrix itself need not be held.
             start: the rows to follow; what the head reads by default.
         """
         rows = self.readout if start is None else start
@@ -51,7 +53,7 @@ class Chain:
             if plane.grid != after.grid:
                 rows = _unmerge(rows, after, plane)
             rows = _whole(rows, plane)
-            rows, after = rows @ matrix(name), plane
+            rows, after = through(name, rows), plane
             rows = _real(rows, plane)
         return rows[..., after.prefix :].unflatten(-1, after.grid)
 
@@ -89,8 +91,9 @@ def chain_of(model: nn.Module, images: Images, *, gradients: bool = False) -> It
     pool: Any = getattr(model, "pool", None)
     handle = pool.register_forward_pre_hook(lambda module, x: pooled.append(x[0])) if pool is not None else None
     try:
-        with recording(model, images, gradients=gradients) as run:
+        with recording(model, images, gradients=gradients, hold="rows") as run:
             names, planes = _encoder(run)
+            refuse_signed(run, names)
             n = planes[-1].prefix + planes[-1].grid[0] * planes[-1].grid[1]
             tokens = pooled[-1].detach() if pooled else None
             read = _readout(model, pool, tokens, planes[-1], len(run.output), n)
@@ -101,18 +104,39 @@ def chain_of(model: nn.Module, images: Images, *, gradients: bool = False) -> It
 
 
 def _encoder(run: Recording) -> tuple[list[str], list[Plane]]:
-    names, planes = [], []
+    names, planes, others = [], [], []
     for name in run.names():
         queries, keys = run.planes(name)
         if queries is not None and keys is not None:
             names.append(name)
             planes.append(queries)
+        elif name.partition(".")[0] != "pool":
+            others.append(name)
     if not names or not isinstance(run.output, Tensor) or run.output.dim() != 2:
         raise UserError(
             f"{type(run.model).__name__} has no chain of self-attention from patches to classes; "
             "rollout, flow and relevance are for classifiers such as ViT, CCT and Swin."
         )
+    if others:
+        raise UserError(
+            f"the head of {type(run.model).__name__} does not read patches but what {others[-1]} makes of them, so its "
+            "layers are no chain from patches to classes; attention_maps and Grad-CAM serve it."
+        )
     return names, planes
+
+
+def refuse_signed(run: Recording, names: Sequence[str]) -> None:
+    """Linformer's maps have negative entries, which are no shares and no capacities, and no weights to differentiate.
+
+    Raises:
+        UserError: one of the layers is a Linformer's.
+    """
+    for name in names:
+        if isinstance(run.recorder.calls_of(name)[0].operands.low_rank, Linformer):
+            raise UserError(
+                f"layer {name} shortens its keys (linformer): it has no weights, and the map that is implied has "
+                "negative entries, which rollout, flow and relevance cannot follow. attention_maps shows it."
+            )
 
 
 @torch.no_grad()
@@ -127,8 +151,10 @@ def _readout(model: Any, pool: Any, tokens: Tensor | None, plane: Plane, batch: 
         else:
             raise UserError(f"nobody knows what {type(pool).__name__} reads of the tokens")
         read[:, 0, n - weights.shape[1] :] = weights
-    elif getattr(model, "global_pool", "avg") == "token":
-        read[..., : 1 + int(getattr(model, "distilled", False))] = 1
     else:
-        read[..., plane.prefix :] = 1
+        kind = getattr(model, "global_pool", "avg")
+        if kind not in ("token", "last", "avg"):
+            raise UserError(f"nobody knows what {type(model).__name__} with global_pool={kind!r} reads of the tokens")
+        token = slice(1 + int(getattr(model, "distilled", False)))
+        read[..., {"token": token, "last": slice(n - 1, n), "avg": slice(plane.prefix, n)}[kind]] = 1
     return read / read.sum(-1, keepdim=True)

@@ -21,7 +21,7 @@ from vision_attn.errors import UserError
 from vision_attn.explain.figures import HEAT
 from vision_attn.explain.insight import look
 from vision_attn.explain.seen import as_seen
-from vision_attn.explain.views import Choice, Insight, LayerView, PictureView
+from vision_attn.explain.views import NOT_MEASURED, Choice, Insight, LayerView, PictureView
 from vision_attn.inference import open_pictures
 from vision_attn.models import create_model, list_models
 from vision_attn.models.registry import model_class
@@ -30,6 +30,8 @@ MOST_BYTES = 20 * 2**20  # of an uploaded file
 MOST_PIXELS = 40_000_000  # of an uploaded picture
 SIDE = 448  # pixels: smaller pictures are enlarged by a whole factor to be looked at
 MEAN = "mean of heads"
+MEASURE = "measure what the maps are worth (slow)"
+IMPLIED = " (implied)"
 UNTRAINED = (
     "Untrained: its weights are random, so its answer and its maps mean nothing. Give a checkpoint for real ones."
 )
@@ -147,9 +149,17 @@ class Look:
         layers = {layer.name: layer for layer in self.view.layers}
         if not layers:
             raise UserError(f"{self.insight.name} has no attention layer to show.")
-        if name is not None and name not in layers:
+        if name is None:
+            return self.view.layers[-1]
+        found = layers.get(name, layers.get(name.removesuffix(IMPLIED)))
+        if found is None:
             raise UserError(f"{self.insight.name} has no layer {name!r}; there are: {', '.join(layers)}.")
-        return layers[name] if name is not None else self.view.layers[-1]
+        return found
+
+    @property
+    def titles(self) -> list[str]:
+        """Names of the layers, those whose maps are implied ones called so."""
+        return [layer.name + IMPLIED * layer.implied for layer in self.view.layers]
 
 
 def look_at(source: Source, picture: Image.Image, name: str = "picture", *, measure: bool = False) -> Look:
@@ -174,7 +184,9 @@ def look_at(source: Source, picture: Image.Image, name: str = "picture", *, meas
     else:
         scores = _classes(model, x, config)
     notes = [UNTRAINED] if source.path is None else []
-    notes += list(dict.fromkeys(insight.notes))
+    notes += [note for note in dict.fromkeys(insight.notes) if not note.startswith(NOT_MEASURED)]
+    if insight.worth is None and (view.summaries or view.detections):
+        notes.append(NOT_MEASURED + ("" if measure else f" Tick “{MEASURE}” and look again."))
     return Look(insight, scores, notes)
 
 

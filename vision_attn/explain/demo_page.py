@@ -79,8 +79,7 @@ class Page:
             name = Path(str(file)).name
             seen = demo.look_at(self.sources[model], picture, name, measure=measure)
             other = None if beside == NONE else demo.look_at(self.sources[beside], picture, name, measure=measure)
-            layers = [view.name for view in seen.view.layers]
-            layer = layers[-1] if layers else None
+            layer = seen.titles[-1] if seen.titles else None
             pieces = (seen, seen.scores or NOTHING, demo.with_boxes(seen), *self.choices(seen, layer))
             answer = None if other is None else other.scores or NOTHING
             notes = [f"{seen.insight.name}: {note}" for note in seen.notes]
@@ -98,7 +97,7 @@ class Page:
         view = seen.layer(layer)
         heads = [demo.MEAN, *map(str, view.heads)]
         picked = (layer, demo.MEAN, view.labels[0])
-        lists = ([one.name for one in seen.view.layers], heads, view.labels)
+        lists = (seen.titles, heads, view.labels)
         updates = [self.gr.update(choices=x, value=value) for x, value in zip(lists, picked, strict=True)]
         return updates[0], updates[1], updates[2], self.drawn(seen, *picked)
 
@@ -109,24 +108,35 @@ class Page:
     def change_layer(self, seen: demo.Look | None, layer: str | None) -> Any:
         """Another layer: its heads, queries and map."""
         if seen is None or layer is None:
-            return self.gr.skip(), self.gr.skip(), self.gr.skip(), EMPTY
+            return self.gr.skip(), self.gr.skip(), self.gr.skip(), nothing_to_choose(seen)
         return self.guarded(lambda: self.choices(seen, layer)[1:], 3)
 
     def change_map(self, seen: demo.Look | None, layer: str | None, head: str | None, query: str | None) -> Any:
         """Another head or query: the map."""
         if seen is None or layer is None:
-            return self.gr.skip(), EMPTY
+            return self.gr.skip(), nothing_to_choose(seen)
         return self.guarded(lambda: (self.drawn(seen, layer, head, query),), 1)
 
     def click(self, seen: demo.Look | None, layer: str | None, at: Sequence[int]) -> Any:
         """A click on the picture: the query there."""
         if seen is None or layer is None:
-            return self.gr.skip(), EMPTY
-        width, height = demo.with_boxes(seen).size
-        query = demo.query_at(seen, layer, at[0] / width, at[1] / height)
-        if query is None:
-            return self.gr.skip(), "The queries of this layer lie nowhere on the picture: choose one from the list."
-        return query, ""
+            return self.gr.skip(), nothing_to_choose(seen)
+
+        def make() -> tuple[Any, ...]:
+            width, height = demo.with_boxes(seen).size
+            query = demo.query_at(seen, layer, at[0] / width, at[1] / height)
+            if query is None:
+                raise UserError("The queries of this layer lie nowhere on the picture: choose one from the list.")
+            return (query,)
+
+        return self.guarded(make, 1)
+
+
+def nothing_to_choose(seen: demo.Look | None) -> str:
+    """Why there is no layer, head or query to choose."""
+    if seen is None:
+        return EMPTY
+    return f"{seen.insight.name} has no attention, so no layers, heads or queries: see its maps below."
 
 
 def build(sources: Sequence[demo.Source], folder: str | None = None) -> Any:
@@ -151,7 +161,7 @@ def build(sources: Sequence[demo.Source], folder: str | None = None) -> Any:
                 file = gr.File(label="picture", file_count="single", type="filepath", elem_id="upload")
                 model = gr.Dropdown(titles, value=titles[0], label="model", elem_id="model")
                 other = gr.Dropdown(beside, value=NONE, label="beside it", elem_id="beside")
-                measure = gr.Checkbox(False, label="measure what the maps are worth (slow)")
+                measure = gr.Checkbox(False, label=demo.MEASURE)
                 go = gr.Button("Look", variant="primary", elem_id="look")
                 message = gr.Markdown(EMPTY, elem_id="message")
             with gr.Column(scale=1, min_width=260):

@@ -1,14 +1,15 @@
 """Numbers about heads: how far they look, how sharply, and how different they are.
 
-Legend: B images, H heads, P patches. Class and register tokens lie nowhere, so they are left out, as queries and as
-keys; the weights that are left are made to sum to 1 again.
+Legend: B images, H heads, N queries, M keys, P patches. Class and register tokens lie nowhere, so distances leave them
+out, as queries and as keys. Whatever the normalizer, rows are made to sum to 1; the negative entries that implied maps
+of Linformer have count as 0. Some rows of a map are looked at after the other, so none is ever held whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,6 @@ from torch import Tensor, nn
 from vision_attn.errors import UserError
 from vision_attn.explain.maps import Images, recording
 from vision_attn.explain.planes import Plane
-
-ROWS = 2**23  # weights that are looked at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,8 @@ class HeadStatistics:
         uniform: the entropy of a head that looks at all keys alike that get any weight.
         distance: (H,) mean distance in pixels between a patch and what it looks at; NaN where tokens lie nowhere.
         diversity: (H, H) Jensen–Shannon divergence of two heads in bits, from 0 (the same) to 1.
-        implied: whether the map is one that the result implies.
+        implied: whether the map is one that the result implies (Linformer, Performer); numbers about it are to be
+            called implied too.
     """
 
     entropy: Tensor
@@ -45,15 +45,28 @@ class HeadStatistics:
         return float(self.diversity.sum()) / (h * (h - 1)) if h > 1 else float("nan")
 
 
-def mean_attention_distance(
-    model: nn.Module, images: Images, *, layers: str | Sequence[str] = "all"
-) -> dict[str, Tensor]:
+class Distances(dict[str, Tensor]):
+    """Layer name → (H,) mean distance in pixels.
+
+    Attributes:
+        implied: layers whose maps, and so distances, are those that their results imply (Linformer, Performer).
+        elsewhere: layers that were left out because their queries or keys do not lie on the image.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implied: frozenset[str] = frozenset()
+        self.elsewhere: tuple[str, ...] = ()
+
+
+def mean_attention_distance(model: nn.Module, images: Images, *, layers: str | Sequence[str] = "all") -> Distances:
     """Mean distance in pixels between a patch and what it looks at, per head (Dosovitskiy et al. 2020, figure 7).
 
     Args:
         model: with attention over patches; left as it is.
         images: (B, C, H, W), normalized.
-        layers: as for ``attention_maps``; layers whose tokens do not lie on the image are left out.
+        layers: as for ``attention_maps``; layers whose tokens do not lie on the image are left out, and named in
+            ``elsewhere``.
 
     Returns:
         Layer name → (H,) pixels, the mean over images and over patches as queries.
@@ -61,8 +74,11 @@ def mean_attention_distance(
     Raises:
         UserError: the model has no attention over patches.
     """
-    found = {name: s.distance for name, s in head_statistics(model, images, layers=layers, divergence=False).items()}
-    found = {name: distance for name, distance in found.items() if not distance.isnan().any()}
+    found = Distances()
+    statistics = head_statistics(model, images, layers=layers, divergence=False)
+    found.update((name, one.distance) for name, one in statistics.items() if not one.distance.isnan().any())
+    found.implied = frozenset(name for name in found if statistics[name].implied)
+    found.elsewhere = tuple(name for name in statistics if name not in found)
     if not found:
         raise UserError(f"{type(model).__name__} has no attention from patches to patches, so no distance in pixels.")
     return found
@@ -79,41 +95,40 @@ def head_statistics(
 ) -> dict[str, HeadStatistics]:
     """Entropy, distance and diversity of the heads of every attention layer, in one forward pass.
 
-    The maps of one layer and some images at a time are in memory.
-
     Args:
         model, images, mask, layers: as for ``attention_maps``.
         divergence: whether heads are compared, which costs H² passes over the map.
     """
-    with recording(model, images, mask=mask, layers=layers) as run:
+    with recording(model, images, mask=mask, layers=layers, hold="rows") as run:
         return {
-            name: _statistics(run.weights(name), run.planes(name), run.recorder.implied(name), divergence)
+            name: _statistics(run.pieces(name), run.planes(name), run.recorder.implied(name), divergence)
             for name in run.names()
         }
 
 
 def _statistics(
-    weights: Tensor, planes: tuple[Plane | None, Plane | None], implied: bool, divergence: bool
+    pieces: Iterable[tuple[int, Tensor]], planes: tuple[Plane | None, Plane | None], implied: bool, divergence: bool
 ) -> HeadStatistics:
-    b, h, n, m = weights.shape
-    step = max(1, ROWS // (b * h * m))
-    entropy, uniform, rows = weights.new_zeros(h), 0.0, 0.0
-    pairs = weights.new_zeros(h, h)
-    for start in range(0, n, step):
-        some = weights[:, :, start : start + step].clamp_min(0)  # implied maps may be a little below 0
+    """Numbers about a map that comes some rows at a time: number of the first, (B, H, n, M)."""
+    where = None if planes[0] is None or planes[1] is None else _Places(planes[0], planes[1])
+    entropy, pairs, distance = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    uniform, rows, far, h = 0.0, 0.0, torch.zeros(()), 1
+    for start, some in pieces:
+        some, h = some.clamp_min(0), some.shape[1]
+        if where is not None:
+            sums, there = where.distances(start, some)
+            distance, far = distance.to(sums) + sums, far.to(sums) + there
         total = some.sum(-1, keepdim=True)
         some = some / total.clamp_min(1e-12)
         rows += float((total > 0).sum()) / h  # a row that may attend to nothing says nothing
-        entropy += _entropy(some).sum((0, 2))
+        entropy = entropy.to(some) + _entropy(some).sum((0, 2))
         uniform += float((some > 0).sum(-1).clamp_min(1).log().sum()) / h
         if divergence:
-            pairs += _divergences(some)
+            pairs = pairs.to(some) + _divergences(some)
     rows = max(rows, 1.0)
-    queries, keys = planes
-    distance = torch.full((h,), float("nan"))
-    if queries is not None and keys is not None:
-        distance = _distance(weights, queries, keys).cpu()
-    return HeadStatistics((entropy / rows).cpu(), uniform / rows, distance, (pairs / rows).cpu(), implied)
+    pixels = torch.full((h,), float("nan")) if where is None else (distance / far).cpu()
+    diversity = (pairs / rows).cpu().expand(h, h).clone()
+    return HeadStatistics((entropy / rows).cpu(), uniform / rows, pixels, diversity, implied)
 
 
 def _entropy(weights: Tensor) -> Tensor:
@@ -132,17 +147,22 @@ def _divergences(weights: Tensor) -> Tensor:
     return found + found.T
 
 
-def _distance(weights: Tensor, queries: Plane, keys: Plane) -> Tensor:
-    """(B, H, N, M) → (H,) pixels."""
-    i, j = queries.places(weights.device).flatten(), keys.places(weights.device).flatten()
-    apart = torch.cdist(queries.centres(weights.device), keys.centres(weights.device))  # (P, P')
-    step = max(1, ROWS // (weights.shape[0] * weights.shape[1] * len(j)))
-    sums, rows = weights.new_zeros(weights.shape[1]), weights.new_zeros(weights.shape[1])
-    for start in range(0, len(i), step):
-        some = weights[:, :, i[start : start + step]][..., j].clamp_min(0)
+class _Places:
+    """Where the queries and keys of a layer lie, to measure how far its rows look."""
+
+    def __init__(self, queries: Plane, keys: Plane) -> None:
+        self.queries, self.keys = queries, keys
+        self.place = torch.full((queries.length,), -1)  # of each query on the grid; −1 for those that lie nowhere
+        self.place[queries.places().flatten()] = torch.arange(queries.places().numel())
+
+    def distances(self, start: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows from ``start`` on, (B, H, n, M) → (H,) pixels summed over images and patches, and their number."""
+        device = weights.device
+        place = self.place[start : start + weights.shape[2]]
+        here = (place >= 0).nonzero().flatten()
+        near, far = self.queries.centres(device)[place[here].to(device)], self.keys.centres(device)
+        some = weights[:, :, here.to(device)][..., self.keys.places(device).flatten()]
         total = some.sum(-1)
         there = total > 0
-        mean = (some * apart[start : start + step]).sum(-1) / total.clamp_min(1e-12)
-        sums += (mean * there).sum((0, 2))
-        rows += there.sum((0, 2))
-    return sums / rows
+        mean = (some * torch.cdist(near, far)).sum(-1) / total.clamp_min(1e-12)
+        return (mean * there).sum((0, 2)), there.sum((0, 2))

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from vision_attn.errors import UserError, closest
 from vision_attn.explain.planes import evaluating, token_plane
+from vision_attn.explain.relevance import one_class_each
+from vision_attn.models.glimpse import GlimpseNet
 
 
 def grad_cam(
@@ -31,7 +33,8 @@ def grad_cam(
         (B, H, W), 0 to 1 in each image.
 
     Raises:
-        UserError: the package is missing, there is no such layer, or the model is no classifier.
+        UserError: the package is missing, there is no such layer or class, or the model is no classifier whose features
+            lie on the image.
     """
     try:
         from pytorch_grad_cam import GradCAM
@@ -40,6 +43,9 @@ def grad_cam(
         raise UserError('Grad-CAM needs the package grad-cam: pip install "vision_attn[explain]"') from error
     where = next(model.parameters())
     x = images.to(where.device, where.dtype)
+    logits = _logits(model, x[:1]).expand(len(x), -1)
+    if classes is not None:
+        one_class_each(classes, logits)
     name = target_layer(model, x[:1]) if layer is None else layer
     modules = dict(model.named_modules())
     if name not in modules:
@@ -76,36 +82,61 @@ def reshape_transform(model: nn.Module, size: tuple[int, int]) -> Callable[[Tens
 
 
 def target_layer(model: Any, images: Tensor) -> str:
-    """The last module whose result still lies on the image.
+    """The last module whose result still lies on the image and that the answer depends on by a gradient.
 
-    A class token is all that the head reads of a ViT's last layer: the last that gradients reach patches through is
-    the norm before its attention.
+    A class token, or the last token, is all that the head reads of a transformer's last layer: the last that gradients
+    reach patches through is the norm before its attention.
+
+    Raises:
+        UserError: there is none.
     """
+    none = f"{type(model).__name__} has no layer of features on the image that lead to its answer, so no Grad-CAM."
+    if isinstance(model, GlimpseNet):  # what it classifies are squares cut out of the image
+        raise UserError(f"{none} attention_maps shows where its glimpses lie.")
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleList) and len(blocks):
         last = f"blocks.{len(blocks) - 1}"
-        return f"{last}.norm1" if getattr(model, "global_pool", "") == "token" else last
+        return f"{last}.norm1" if getattr(model, "global_pool", "") in ("token", "last") else last
     if hasattr(model, "feature_channels") and hasattr(model, "layers"):  # a Swin
         return f"layers.{len(model.layers) - 1}.blocks.{len(model.layers[-1].blocks) - 1}"
-    found: list[str] = []
+    found: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.dim() == 4 and min(output.shape[-2:]) > 1:
-                found.append(name)
+            if (
+                isinstance(output, Tensor)
+                and output.dim() == 4
+                and min(output.shape[-2:]) > 1
+                and output.shape[0] == len(images)  # others are parts of images that were put into the batch
+                and output.requires_grad
+            ):
+                found[name] = output
 
         return hook
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
     try:
-        with evaluating(model), torch.no_grad():
-            model(images)
+        with evaluating(model), _frozen(model), torch.enable_grad():
+            answer = model(images.detach().clone().requires_grad_()).sum()
     finally:
         for handle in handles:
             handle.remove()
-    if not found:
-        raise UserError(f"{type(model).__name__} has no layer whose features lie on the image, so no Grad-CAM.")
-    return found[-1]
+    if not found or not answer.requires_grad:
+        raise UserError(none)
+    gradients = torch.autograd.grad(answer, list(found.values()), allow_unused=True)
+    for name, gradient in reversed(list(zip(found, gradients, strict=True))):
+        if gradient is not None:
+            return name
+    raise UserError(none)
+
+
+def _logits(model: nn.Module, images: Tensor) -> Tensor:
+    """(B, classes) of a classifier."""
+    with evaluating(model), torch.no_grad():
+        logits = model(images)
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise UserError(f"{type(model).__name__} is no classifier, so there is no class for Grad-CAM to explain.")
+    return logits
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def attention_inside(
     mass: dict[str, list[Tensor]] = {}
     uniform: list[Tensor] = []
     for image, target in zip(images, targets, strict=True):
-        with recording(model, image[None], layers="decoder.*cross_attn") as run:
+        with recording(model, image[None], layers="decoder.*cross_attn", hold="rows") as run:
             found = postprocess(run.output, [(1, 1)], model.classification, threshold=threshold)[0]
             boxes, labels = target["boxes"].to(found["boxes"]), target["labels"].to(found["labels"])
             if not len(boxes) or not len(found["labels"]):
@@ -76,7 +76,7 @@ def attention_inside(
                 plane = run.planes(name)[1]
                 assert plane is not None
                 cells = _cover(_enlarged(boxes[objects], enlarge), plane.grid)  # (n, R, C)
-                weights = run.weights(name)[0].mean(0)[found["queries"][which]]  # (n, M)
+                weights = run.weights(name, rows=found["queries"][which])[0].mean(0)  # (n, M)
                 mass.setdefault(name, []).append((plane.to_image(weights) * cells).sum((-2, -1)).cpu())
             uniform.append(cells.mean((-2, -1)).cpu())
     if not uniform or not len(torch.cat(uniform)):

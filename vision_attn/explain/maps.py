@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Layout, Recorder, record, recordable
-from vision_attn.attention.recorder import Call
+from vision_attn.attention.linear import Linformer, Performer
+from vision_attn.attention.recorded import Call, Sizes
+from vision_attn.attention.recorder import NotRecorded
 from vision_attn.errors import UserError, closest
 from vision_attn.explain.planes import Grid, Plane, evaluating, layer_plane
+from vision_attn.models.glimpse import GlimpseNet
 
 Images: TypeAlias = Tensor | Sequence[Tensor]
 SHARE = 0.5  # of the free memory that maps may take
+LIMITS = (  # of a container: control groups of version 2 and 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 class AttentionMaps(dict[str, Tensor]):
@@ -25,7 +33,7 @@ class AttentionMaps(dict[str, Tensor]):
 
     Attributes:
         implied: names of maps of layers that never had weights over their keys (Linformer, Performer): each is the map
-            that the result implies. Linformer's rows need not sum to 1.
+            that the result implies. Linformer's rows need not sum to 1, and have negative entries.
         planes: name → where its queries and its keys lie on the image; None for those that do not lie there (object
             queries, the steps of a decoder).
         rows: indices of the queries that the maps have rows for; None for all.
@@ -67,15 +75,18 @@ def attention_maps(
         queries: indices of query tokens, all by default (0 is the class token of a ViT that has one).
 
     Returns:
-        Layer name → (B, H, N, M) weights in float32; rows sum to 1 (0 where all is masked). Windows of a Swin are put
-        back: N = M = all tokens of the grid (filled up to whole windows). A layer that runs several times has maps
-        ``name[0]``, ``name[1]`` …; steps of one query over the same keys are the rows of one map.
+        Layer name → (B, H, N, M) weights in float32. Rows sum to 1, and to 0 where all is masked; with the normalizers
+        ``bernoulli`` and ``linear_chain``, which give every key a probability of its own, and in the implied maps of
+        Linformer they sum to something else. Windows of a Swin are put back: N = M = all tokens of the grid (filled up
+        to whole windows). A layer that runs several times has maps ``name[0]``, ``name[1]`` …; steps of one query over
+        the same keys are the rows of one map. Pools, pointers and glimpses, which have few queries, are given whole
+        beside other layers; where they are all that is asked for, ``heads`` and ``queries`` choose among theirs.
 
     Raises:
-        UserError: no attention layer, head or query goes by what was asked for, or the maps would not fit in memory.
+        UserError: no attention layer, head or query goes by what was asked for, or the maps would not fit in memory;
+            the latter is said before the first layer that is too large attends.
     """
-    with recording(model, images, mask=mask, layers=layers, heads=heads, queries=queries) as run:
-        refuse_too_large([call for calls in run.recorder.calls.values() for call in calls])
+    with recording(model, images, mask=mask, layers=layers, heads=heads, queries=queries, hold="all") as run:
         maps = AttentionMaps()
         for name in run.names():
             maps[name] = run.weights(name)
@@ -109,21 +120,75 @@ class Recording:
         """Names of all maps."""
         return self.recorder.names()
 
-    def weights(self, name: str) -> Tensor:
-        """(B, H, N, M) of one map, see ``Recorder.weights``."""
-        return self.recorder.weights(name)
+    def weights(self, name: str, *, rows: Tensor | None = None) -> Tensor:
+        """(B, H, N, M) of one map, or some rows of it, see ``Recorder.weights``.
+
+        Raises:
+            UserError: the map would not fit in memory.
+        """
+        if rows is None:
+            refuse_too_large(self.recorder.calls_of(name))
+        return self.recorder.weights(name, rows=rows)
+
+    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """The same some rows at a time, which memory always has room for: first row, (B, H, n, M)."""
+        return self.recorder.pieces(name)
+
+    def first_row(self, name: str) -> Tensor:
+        """(B, M) mean over heads of what the first query looks at, the class token where there is one."""
+        first = torch.zeros(1, dtype=torch.long, device=self.recorder.calls_of(name)[0].operands.q.device)
+        return self.weights(name, rows=first)[:, :, 0].mean(1)
+
+    def mean_row(self, name: str) -> Tensor:
+        """(B, M) mean over heads and queries, some rows at a time."""
+        total, rows = torch.zeros(()), 0
+        for _, weights in self.pieces(name):
+            total = total.to(weights) + weights.mean(1).sum(1)
+            rows += weights.shape[2]
+        return total / rows
 
     def planes(self, name: str) -> tuple[Plane | None, Plane | None]:
         """Where the queries and the keys of a layer lie on the image."""
-        call = self.recorder.calls_of(name)[0]
-        layout = call.operands.layout
-        if layout.grid is None and self.memory is not None and name.startswith("decoder."):
+        call, layer = self.recorder.calls_of(name)[0], name.partition("[")[0]
+        layout, crosses = call.operands.layout, layer.endswith("cross_attn")
+        if crosses and self.memory is not None and layer.startswith("decoder."):
             layout = Layout(0, self.memory)
-        plane = layer_plane(self.model, name.partition("[")[0], layout, self.size)
+        plane = layer_plane(self.model, layer, layout, self.size)
+        model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
+        if plane is not None and isinstance(model, GlimpseNet):
+            plane = Glimpses(0, plane.grid, (model.stride, model.stride), side=model.glimpse_size)
         found = [plane if plane is not None and plane.length == n else None for n in call.tokens]
-        if name.endswith("cross_attn"):  # as many queries as keys do not make them patches
+        if crosses:  # as many queries as keys do not make them patches
             found[0] = None
         return found[0], found[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Glimpses(Plane):
+    """The places of an image that glimpses can be taken at: squares that overlap, the first in the corner.
+
+    Attributes:
+        side: of a square in pixels.
+    """
+
+    side: int = 0
+
+    def centres(self, device: torch.device | str | None = None) -> Tensor:
+        """(R · C, 2) the middle (y, x) of each square in pixels, row by row."""
+        down, across = (torch.arange(n, device=device) * step for n, step in zip(self.grid, self.stride, strict=True))
+        return torch.cartesian_prod(down, across).view(-1, 2) + self.side / 2
+
+
+def implied_layers(model: nn.Module) -> frozenset[str]:
+    """Names of the layers that never have weights over their keys (Linformer, Performer).
+
+    Their maps are those that their results imply, and whatever is made of these maps is to be called implied too.
+    """
+    return frozenset(
+        name
+        for name, layer in recordable(model).items()
+        if isinstance(getattr(layer, "pattern", None), Linformer | Performer)
+    )
 
 
 @contextlib.contextmanager
@@ -136,28 +201,30 @@ def recording(
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
     gradients: bool = False,
+    hold: Literal["all", "one", "rows"] = "one",
 ) -> Iterator[Recording]:
-    """A forward pass in evaluation mode, recorded; arguments as for ``attention_maps``.
+    """A forward pass in evaluation mode, recorded.
+
+    Args:
+        model, images, mask, layers, heads, queries: as for ``attention_maps``.
+        gradients: keep what ``Recorder.differentiate`` needs.
+        hold: what will be in memory at the same time: all maps, one, or some rows of one. What would not fit is refused
+            before the layer attends.
 
     Raises:
         UserError: as for ``attention_maps``.
     """
     try:
-        context = record(model, layers=layers, heads=heads, queries=queries, gradients=gradients)
+        check = None if hold == "rows" else _Guard(hold == "all", model)
+        context = record(model, layers=layers, heads=heads, queries=queries, gradients=gradients, check=check)
         with evaluating(model), context as recorder, _memory_of(model) as memory:
             run = Recording(model, recorder, image_size(images))
             run.output = run_model(model, images, mask)
             run.memory = memory[-1] if memory else None
             yield run
-    except ValueError as error:
-        if isinstance(error, UserError) or not _is_ours(error):
-            raise
+    except NotRecorded as error:
         hint = "" if isinstance(layers, str) else _hint(model, layers)
         raise UserError(f"{error}.{hint}") from error
-
-
-def _is_ours(error: ValueError) -> bool:
-    return any(words in str(error) for words in ("no attention layer", "has no head", "has no query"))
 
 
 def _hint(model: nn.Module, layers: Sequence[str]) -> str:
@@ -198,19 +265,34 @@ def _memory_of(model: nn.Module) -> Iterator[list[Grid]]:
         handle.remove()
 
 
+class _Guard:
+    """Refuses maps before their layer attends."""
+
+    def __init__(self, together: bool, model: nn.Module) -> None:
+        self.together, self.need = together, 0
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def __call__(self, name: str, sizes: Sizes) -> None:
+        self.need = math.prod(sizes) * 4 + (self.need if self.together else 0)
+        _refuse(self.need, free_memory(self.device), name, sizes)
+
+
 def refuse_too_large(calls: Sequence[Call]) -> None:
     """Says how large maps would be, before memory runs out.
 
     Raises:
         UserError: they would take more than half of what is free.
     """
-    need, call = sum(call.bytes for call in calls), max(calls, key=lambda call: call.bytes)
-    free = free_memory(call.operands.q.device)
+    largest = max(calls, key=lambda call: call.bytes)
+    _refuse(sum(call.bytes for call in calls), free_memory(largest.operands.q.device), "the largest", largest.shape)
+
+
+def _refuse(need: int, free: int, name: str, sizes: Sizes) -> None:
     if need > SHARE * free:
-        b, h, n, m = call.shape
+        b, h, n, m = sizes
         raise UserError(
-            f"these maps would take {need / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free: the largest is "
-            f"{b} × {h} heads × {n:,} queries × {m:,} keys. Ask for fewer with layers=…, heads=… or queries=[…], or "
+            f"these maps would take {need / 2**30:.3g} GiB or more, and {free / 2**30:.3g} GiB are free: {name} alone "
+            f"is {b} × {h} heads × {n:,} queries × {m:,} keys. Ask for fewer with layers=…, heads=… or queries=[…], or "
             "give fewer or smaller images."
         )
 
@@ -222,5 +304,20 @@ def free_memory(device: torch.device | str) -> int:
         return torch.cuda.mem_get_info(device)[0]
     status = Path("/proc/meminfo")
     if device.type == "cpu" and status.exists():
-        return next(1024 * int(x.split()[1]) for x in status.read_text().splitlines() if x.startswith("MemAvailable"))
+        lines = status.read_text().splitlines()
+        free = next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), 2**62)
+        return min(free, _container_memory())
+    return 2**62
+
+
+def _container_memory() -> int:
+    """What the limit of a container leaves; file caches count as free, as they do for the machine."""
+    for limit, used in LIMITS:
+        try:
+            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
+            status = dict(line.split() for line in (Path(used).parent / "memory.stat").read_text().splitlines())
+            caches = int(status.get("total_inactive_file", status.get("inactive_file", 0)))
+            return 2**62 if most == "max" else max(0, int(most) - now + caches)
+        except (OSError, ValueError):
+            continue
     return 2**62

@@ -8,21 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vision_attn.errors import UserError
 from vision_attn.explain.faithfulness import Faithfulness, faithfulness, joined
-from vision_attn.explain.maps import recording, run_model
-from vision_attn.explain.planes import evaluating
+from vision_attn.explain.maps import Recording, recording
+from vision_attn.explain.planes import Plane
 from vision_attn.explain.relevance import detection_relevance
 from vision_attn.explain.views import Choice, Detection, PictureView, layer_views, run_one
 
 
-def detector_view(model: Any, image: Tensor, shown: Tensor, source: str, choice: Choice) -> PictureView:
-    """One image (C, H, W) through a detector's eyes, with a ``Detection`` for each object found."""
+def detector_view(
+    model: Any, image: Tensor, shown: Tensor, source: str, choice: Choice, notes: list[str] | None = None
+) -> PictureView:
+    """One image (C, H, W) through a detector's eyes, with a ``Detection`` for each object found.
+
+    ``notes`` is told what could not be shown, and why.
+    """
     from vision_attn.detection.postprocess import postprocess
 
     with torch.no_grad(), run_one(model, image, choice) as run:
         layers = layer_views(run, choice)
         found = postprocess(run.output, [(1, 1)], model.classification, threshold=choice.threshold)[0]
-    names = model.config.get("labels") or [str(i) for i in range(model.num_classes)]
+    # as ``predict`` calls them: by name, or by the number that the category has in its file
+    ids = model.config.get("category_ids") or range(model.num_classes)
+    names = model.config.get("labels") or [str(i) for i in ids]
     objects: dict[int, Detection] = {}  # a query may stand for several classes: its likeliest is shown
     for label, score, query, box in zip(
         *(found[key].tolist() for key in ("labels", "scores", "queries", "boxes")), strict=True
@@ -31,29 +39,48 @@ def detector_view(model: Any, image: Tensor, shown: Tensor, source: str, choice:
             objects[query] = Detection(str(names[label]), label, score, query, tuple(box), {})  # boxes as shares
     shown_objects = list(objects.values())
     if shown_objects:
-        _object_maps(model, image, shown_objects)
+        _object_maps(model, image, shown_objects, [] if notes is None else notes)
     answer = ", ".join(f"{o.label} {o.score:.0%}" for o in shown_objects) or "nothing found"
     return PictureView(source, shown, answer, layers, {}, shown_objects)
 
 
-def _object_maps(model: Any, image: Tensor, objects: list[Detection]) -> None:
+def _object_maps(model: Any, image: Tensor, objects: list[Detection], notes: list[str]) -> None:
     """Encoder self-attention at the middle of each box, decoder cross-attention of its query, and relevance."""
-    with torch.no_grad(), recording(model, image[None]) as run:
+    with torch.no_grad(), recording(model, image[None], hold="rows") as run:
         for name in run.names():
             queries, keys = run.planes(name)
-            if keys is None or not name.startswith(("encoder.", "decoder.")):
+            implied = " (implied)" if run.recorder.implied(name) else ""
+            if name.startswith("decoder.") and name.endswith("cross_attn") and keys is not None:
+                title = f"cross-attention, layer {_number(name)}{implied}"
+                tokens = [o.query for o in objects]
+            elif name.startswith("encoder.") and queries is not None and keys is not None:
+                title = f"encoder, at its centre{implied}"  # the last layer's stays
+                tokens = [_token_at(queries, o.box) for o in objects]
+            else:
                 continue
-            weights = keys.to_image(run.weights(name)[0].mean(0)).cpu()  # (N, R, C)
-            for o in objects:
-                if queries is None:
-                    o.maps[f"cross-attention, layer {_number(name)}"] = weights[o.query]
-                    continue
-                x, y = (o.box[0] + o.box[2]) / 2, (o.box[1] + o.box[3]) / 2
-                row, column = (min(max(int(v * n), 0), n - 1) for v, n in zip((y, x), queries.grid, strict=True))
-                o.maps["encoder, at its centre"] = weights[row * queries.grid[1] + column]  # the last layer's stays
-    explained = detection_relevance(model, image[None], [o.query for o in objects], [o.index for o in objects]).cpu()
+            for o, m in zip(objects, _rows(run, name, tokens, keys), strict=True):
+                o.maps[title] = m
+    found, classes = [o.query for o in objects], [o.index for o in objects]
+    try:
+        explained = detection_relevance(model, image[None], found, classes).cpu()
+    except UserError as error:  # a mechanism that relevance is not defined for
+        notes.append(str(error))
+        return
     for o, m in zip(objects, explained, strict=True):
         o.maps["relevance"] = m
+
+
+def _rows(run: Recording, name: str, tokens: list[int], keys: Plane) -> Tensor:
+    """(n, R, C) what some tokens look at, mean over heads."""
+    rows = torch.tensor(tokens, device=run.recorder.calls_of(name)[0].operands.q.device)
+    return keys.to_image(run.weights(name, rows=rows)[0].mean(0)).cpu()
+
+
+def _token_at(plane: Plane, box: tuple[float, float, float, float]) -> int:
+    """The token in the middle of a box."""
+    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    row, column = (min(max(int(v * n), 0), n - 1) for v, n in zip((y, x), plane.grid, strict=True))
+    return int(plane.places()[row, column])
 
 
 def _number(name: str) -> str:
@@ -93,11 +120,3 @@ def _answer_of(model: Any, o: Detection) -> Callable[[Tensor], Tensor]:
         return (chances * near).amax(1)
 
     return answer
-
-
-@torch.no_grad()
-def clouds(model: Any, images: Sequence[Tensor]) -> Tensor:
-    """The boxes that every query gives in a set of images: (N, n, 4) centre x, y, width, height as shares."""
-    with evaluating(model):
-        boxes = [run_model(model, image[None])["pred_boxes"][0].float().cpu() for image in images]
-    return torch.stack(boxes, 1)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vision_attn.explain.faithfulness import CAUSES, RIVAL
-from vision_attn.explain.views import Insight, LayerView, PictureView
+from vision_attn.explain.faithfulness import CAUSES, MOVED, RANDOM, RIVAL, mean_and_half
+from vision_attn.explain.views import Clouds, Insight, LayerView, PictureView
 
 
 def page(insights: Sequence[Insight], title: str) -> str:
@@ -41,12 +41,28 @@ def _model(insight: Insight) -> dict[str, Any]:
         "pictures": [_picture(insight, picture) for picture in insight.pictures],
         "depth": [_depth(name, numbers) for name, numbers in insight.statistics.items()],
         "worth": _worth(insight),
+        "clouds": None if insight.clouds is None else _clouds(insight, insight.clouds),
     }
+
+
+def _clouds(insight: Insight, clouds: Clouds, most: int = 40) -> dict[str, Any]:
+    """Query → its boxes' middles and kinds, of those that found an object in a picture or most over the set."""
+    shown = [o.query for picture in insight.pictures for o in picture.detections]
+    queries = {
+        query: {
+            "found": int(clouds.found[query]),
+            "points": [[round(x, 3), round(y, 3)] for x, y in clouds.boxes[query, :, :2].tolist()],
+            "kinds": clouds.kinds(query).tolist(),
+        }
+        for query in dict.fromkeys([*shown, *clouds.most_used(most)])
+    }
+    return {"images": clouds.boxes.shape[1], "queries": queries}
 
 
 def _depth(name: str, numbers: Any) -> dict[str, Any]:
     return {
         "name": name,
+        "implied": numbers.implied,
         "entropy": _plain(numbers.entropy),
         "uniform": round(numbers.uniform, 4),
         "distance": None if numbers.distance.isnan().any() else _plain(numbers.distance),
@@ -58,20 +74,26 @@ def _worth(insight: Insight) -> dict[str, Any] | None:
     if insight.worth is None:
         return None
     worth = insight.worth
-    curves = [
-        {
-            "name": name,
-            "rival": name == RIVAL,
-            "deletion": _plain(curve.deletion.mean(0)),
-            "insertion": _plain(curve.insertion.mean(0)),
-            "lead": [round(x, 4) for x in worth.lead(name)],
-            "good": worth.beats_random(name),
-        }
-        for name, curve in worth.curves.items()
-    ]
-    random = {"deletion": _plain(worth.random.deletion.mean(0)), "insertion": _plain(worth.random.insertion.mean(0))}
+    curves = []
+    for name, curve in worth.curves.items():
+        leads = {over: _numbers(worth.lead(name, over)) for over in (RANDOM, MOVED, RIVAL) if over != name}
+        good = worth.beats_random(name)
+        judged = "good" if good else "few" if worth.too_few else "poor"
+        lines = {kind: _line(getattr(curve, kind)) for kind in ("deletion", "insertion")}
+        curves.append({"name": name, "rival": name == RIVAL, **lines, "leads": leads, "good": good, "judged": judged})
+    random = {kind: _line(getattr(worth.random, kind)) for kind in ("deletion", "insertion")}
     count = {"images": len(worth.random.deletion), "trials": len(worth.trials)}
     return {"shares": _plain(worth.shares), "curves": curves, "random": random, **count}
+
+
+def _line(values: Tensor) -> dict[str, Any]:
+    """Mean over images, and half its 95 % interval; null for a single image."""
+    mean, half = mean_and_half(values)
+    return {"mean": _plain(mean), "half": None if half.isnan().any() else _plain(half)}
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(x) else round(x, 4) for x in values]
 
 
 def _picture(insight: Insight, picture: PictureView) -> dict[str, Any]:

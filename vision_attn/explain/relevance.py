@@ -1,18 +1,22 @@
 """Gradient-weighted relevance (Chefer et al. 2021, arXiv 2103.15679): weights that matter to one answer.
 
 A weight counts as far as the answer would grow with it: Ā = mean over heads of the positive part of ∂y/∂A ⊙ A. The
-gradient needs no weights in the graph: with O = A V it is ∂y/∂O Vᵀ, so models stay on their fused kernels.
+gradient needs no weights in the graph: with O = A V it is ∂y/∂O Vᵀ, so models stay on their fused kernels. It is taken
+from each layer's result and not from parameters, so it is the same whichever of these are frozen.
+
+A Performer's map is implied by its result, and so is the relevance that follows from it. Linformer is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from vision_attn.attention.recorder import NotRecorded
 from vision_attn.errors import UserError
-from vision_attn.explain.chain import chain_of
+from vision_attn.explain.chain import chain_of, refuse_signed
 from vision_attn.explain.maps import Images, Recording, recording
 
 
@@ -28,48 +32,64 @@ def relevance(model: nn.Module, images: Images, *, classes: Sequence[int] | None
         (B, rows, columns) of patches, 0 and more.
 
     Raises:
-        UserError: a model of another kind, or no such class.
+        UserError: a model of another kind or with Linformer, or no such class.
     """
     with torch.enable_grad(), chain_of(model, images, gradients=True) as chain:
         logits = chain.run.output
-        chosen = logits.argmax(-1) if classes is None else _classes(classes, logits)
-        _backward(model, logits.gather(1, chosen[:, None]).sum())
-        found = chain.follow(lambda name: _identity_and(_weighted(chain.run, name)))
+        chosen = logits.argmax(-1) if classes is None else one_class_each(classes, logits)
+        _differentiate(chain.run, logits.gather(1, chosen[:, None]).sum())
+        found = chain.follow(lambda name, rows: _through(chain.run, name, rows))
     return found[:, 0]
 
 
-def _classes(classes: Sequence[int], logits: Tensor) -> Tensor:
+def one_class_each(classes: Sequence[int], logits: Tensor) -> Tensor:
+    """(B,) classes to be explained, for logits (B, classes).
+
+    Raises:
+        UserError: not one of the classes for each image.
+    """
     batch, count = logits.shape
     if len(classes) != batch or any(not 0 <= c < count for c in classes):
         raise UserError(f"classes={list(classes)}: one of 0 to {count - 1} for each of the {batch} images")
     return torch.as_tensor(list(classes), device=logits.device)
 
 
-def _backward(model: nn.Module, answer: Tensor, *, again: bool = False) -> None:
-    """Brings gradients to the recorder, and none to the parameters."""
-    if not answer.requires_grad:
-        raise UserError("relevance needs gradients: at least one parameter must have requires_grad.")
-    inputs = [p for p in model.parameters() if p.requires_grad]
-    torch.autograd.grad(answer, inputs, retain_graph=again, allow_unused=True)
+def _differentiate(run: Recording, answer: Tensor, *, again: bool = False) -> None:
+    try:
+        run.recorder.differentiate(answer, again=again)
+    except NotRecorded as error:
+        raise UserError(f"{type(run.model).__name__} has no relevance: {error}.") from error
 
 
-def _identity_and(weights: Tensor) -> Tensor:
-    return weights + torch.eye(weights.shape[-1], device=weights.device)
+@torch.no_grad()
+def _through(run: Recording, name: str, rows: Tensor) -> Tensor:
+    """rows · (1 + Ā), (B, Q, N) → (B, Q, N)."""
+    found = rows.clone()
+    for start, step in _weighted_pieces(run, name):
+        found += rows[..., start : start + step.shape[1]] @ step
+    return found
 
 
 @torch.no_grad()
 def _weighted(run: Recording, name: str) -> Tensor:
-    """(B, N, M): mean over heads of the positive part of gradient times weight."""
+    """(B, N, M): Ā, the mean over heads of the positive part of gradient times weight."""
     call = run.recorder.calls_of(name)[0]
-    weights = run.weights(name)  # (B, H, N, M)
+    found = torch.zeros(call.shape[0], *call.shape[2:], device=call.operands.q.device)
+    for start, step in _weighted_pieces(run, name):
+        found[:, start : start + step.shape[1]] = step
+    return found
+
+
+def _weighted_pieces(run: Recording, name: str) -> Iterator[tuple[int, Tensor]]:
+    """The same some rows at a time; nothing where the answer does not depend on the layer."""
+    call = run.recorder.calls_of(name)[0]
     if call.gradient is None or call.values is None:
-        return weights.new_zeros(weights.shape[0], *weights.shape[2:])  # the answer does not depend on this layer
-    values = call.values.float()
-    if values.shape[2] != weights.shape[3]:
-        raise UserError(f"layer {name} shortens its keys: it has no weights that a gradient could belong to.")
-    values = values.repeat_interleave(weights.shape[1] // values.shape[1], 1)
-    gradient = call.gradient.float() @ values.transpose(-1, -2)
-    return gradient.mul_(weights).clamp_min_(0).mean(1)
+        return
+    heads, values = call.gradient.shape[1], call.values.float()
+    values = values.repeat_interleave(heads // values.shape[1], 1).transpose(-1, -2)  # (B, H, e, M)
+    for start, weights in run.pieces(name):
+        gradient = call.gradient[:, :, start : start + weights.shape[2]].float() @ values
+        yield start, gradient.mul_(weights).clamp_min_(0).mean(1)
 
 
 def detection_relevance(
@@ -88,18 +108,20 @@ def detection_relevance(
         (Q, rows, columns) of the encoder's grid.
 
     Raises:
-        UserError: a model of another kind.
+        UserError: a model of another kind or with Linformer, or no such query or class.
     """
-    with torch.enable_grad(), recording(model, images, mask=mask, gradients=True) as run:
+    with torch.enable_grad(), recording(model, images, mask=mask, gradients=True, hold="rows") as run:
         kinds = _kinds(run)
         logits = run.output["pred_logits"]
         if logits.shape[0] != 1:
             raise UserError(f"detection_relevance explains one image at a time, not {logits.shape[0]}.")
+        for what, asked, count in (("query", queries, logits.shape[1]), ("class", classes, logits.shape[2])):
+            bad = [i for i in asked if not 0 <= i < count]
+            if bad:
+                raise UserError(f"there is no {what} {bad[0]}: {type(model).__name__} has 0 to {count - 1}.")
         found = []
         for query, label in zip(queries, classes, strict=True):
-            for call in (call for calls in run.recorder.calls.values() for call in calls):
-                call.gradient = None
-            _backward(model, logits[0, query, label], again=True)
+            _differentiate(run, logits[0, query, label], again=True)
             found.append(_bimodal(run, *kinds)[query])
     assert run.memory is not None
     return torch.stack(found).unflatten(1, run.memory)
@@ -113,6 +135,7 @@ def _kinds(run: Recording) -> tuple[list[str], list[str], list[str]]:
     cross = [name for name in names if name.startswith("decoder.") and name.endswith("cross_attn")]
     if not cross or not isinstance(run.output, dict) or run.memory is None:
         raise UserError(f"{type(run.model).__name__} is no detection transformer; use relevance(…) for a classifier.")
+    refuse_signed(run, [*encoder, *own, *cross])
     return encoder, own, cross
 
 

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_attn.errors import UserError
 from vision_attn.explain.distance import HeadStatistics
-from vision_attn.explain.faithfulness import Faithfulness
-from vision_attn.explain.maps import Recording, recording, refuse_too_large
+from vision_attn.explain.faithfulness import RIVAL, Faithfulness
+from vision_attn.explain.maps import Recording, recording
 from vision_attn.explain.planes import Plane
 from vision_attn.explain.receptive_field import ReceptiveField
 
 QUERY_SIDE, KEY_SIDE = 16, 32  # larger grids are thinned out and pooled
+FLOWS = ("auto", "yes", "no")
+NOT_MEASURED = "These maps were not compared with random ones, so nobody knows what they are worth."
 
 
 @dataclasses.dataclass
@@ -89,6 +91,30 @@ class PictureView:
 
 
 @dataclasses.dataclass
+class Clouds:
+    """Where a detector's queries look for objects: the boxes that they give over a set of images.
+
+    Attributes:
+        boxes: (N, n, 4) of each query in each image, centre x, y, width, height as shares.
+        found: (N,) in how many of the images the query detected something.
+    """
+
+    boxes: Tensor
+    found: Tensor
+
+    def most_used(self, most: int) -> list[int]:
+        """Queries that detected something, those that did so in most images first."""
+        order = self.found.argsort(descending=True, stable=True)[:most].tolist()
+        return [query for query in order if self.found[query] > 0]
+
+    def kinds(self, query: int) -> Tensor:
+        """(n,) of each box: 0 small, 1 large and wide, 2 large and high (Carion et al. 2020, figure 7)."""
+        boxes = self.boxes[query]
+        wide = torch.where(boxes[:, 2] > boxes[:, 3], 1, 2)
+        return torch.where(boxes[:, 2] * boxes[:, 3] < 0.1, 0, wide)
+
+
+@dataclasses.dataclass
 class Insight:
     """One model.
 
@@ -99,7 +125,7 @@ class Insight:
         worth: deletion and insertion curves; None where there is no map of the whole model.
         field: effective receptive field; None where features do not lie on the image.
         notes: what could not be shown, and why.
-        clouds: query → (n, 4) boxes it gave over a set, for a detector.
+        clouds: of a detector, over a set.
     """
 
     name: str
@@ -108,13 +134,21 @@ class Insight:
     worth: Faithfulness | None
     field: ReceptiveField | None
     notes: list[str]
-    clouds: Tensor | None = None
+    clouds: Clouds | None = None
 
     def title(self, summary: str) -> str:
         """The name of a map of the whole model, and what it is worth."""
         if self.worth is None or summary not in self.worth.curves:
             return summary
         return f"{summary}: {self.worth.verdict(summary)}"
+
+    @property
+    def honesty(self) -> str:
+        """What is known of the worth of single layers and heads, for the titles of figures that show these."""
+        measured = [name for name in self.worth.curves if name != RIVAL] if self.worth is not None else []
+        if not measured:
+            return NOT_MEASURED
+        return f"{self.title(measured[0])}. Single layers and heads were not compared with random maps."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +161,7 @@ class Choice:
         steps: of deletion and insertion.
         threshold: detections must be surer.
         most: detections shown of a picture.
+        flow: attention flow, which may take minutes: ``auto`` (where it is quick), ``yes`` or ``no``.
     """
 
     layers: str | Sequence[str] = "all"
@@ -136,6 +171,7 @@ class Choice:
     steps: int = 8
     threshold: float = 0.3
     most: int = 8
+    flow: str = "auto"
 
 
 def run_one(model: nn.Module, image: Tensor, choice: Choice) -> AbstractContextManager[Recording]:
@@ -154,25 +190,37 @@ def _layer(run: Recording, name: str, choice: Choice) -> LayerView | None:
     if keys is None:
         return None
     call = run.recorder.calls_of(name)[0]
-    refuse_too_large([call])
     weights = run.weights(name)[0]  # (H, N, M)
-    rows = list(range(weights.shape[1])) if call.rows is None else call.rows.tolist()
-    picked, labels, cells = _queries(rows, queries)
+    asked = None if call.rows is None else call.rows.tolist()
+    alone = all(one.whole for calls in run.recorder.calls.values() for one in calls)  # else they keep all
+    if call.whole and alone and choice.queries is not None:
+        there = sum(one.tokens[0] for one in run.recorder.calls_of(name))
+        asked = [query % there for query in choice.queries]
+    picked, labels, cells = _queries(name, list(range(weights.shape[1])) if asked is None else asked, queries)
     mean = _pooled(keys.to_image(weights.mean(1)))
     weights = weights[:, picked]
     shown = _pooled(keys.to_image(weights))  # (H, Q, R, C)
     elsewhere = weights[..., : keys.prefix].sum(-1)
-    heads = list(choice.heads) if choice.heads is not None else list(range(weights.shape[0]))
+    heads = list(range(weights.shape[0]))
+    if choice.heads is not None and (alone or not call.whole):
+        heads = list(choice.heads)
     grid = None if queries is None else queries.grid
     return LayerView(name, run.recorder.implied(name), shown, mean, elsewhere, labels, cells, grid, heads)
 
 
-def _queries(rows: list[int], plane: Plane | None) -> tuple[list[int], list[str], list[tuple[int, int] | None]]:
-    """Which of the rows are shown, what they are called and where they lie."""
+def _queries(
+    name: str, rows: list[int], plane: Plane | None
+) -> tuple[list[int], list[str], list[tuple[int, int] | None]]:
+    """Which of the rows are shown, what they are called and where they lie.
+
+    Raises:
+        UserError: a row that was asked for fills a window up, and is no patch.
+    """
     if plane is None:
         return list(range(len(rows))), [f"query {row}" for row in rows], [None] * len(rows)
     where = {int(token): place for place, token in enumerate(plane.places().flatten().tolist())}
-    keep = set(_thinned(plane.grid)) if len(rows) == plane.length else None
+    whole = len(rows) == plane.length
+    keep = set(_thinned(plane.grid)) if whole else None
     picked: list[int] = []
     labels: list[str] = []
     cells: list[tuple[int, int] | None] = []
@@ -182,6 +230,12 @@ def _queries(rows: list[int], plane: Plane | None) -> tuple[list[int], list[str]
             picked.append(index)
             labels.append("class token" if row == 0 else f"token {row}")
             cells.append(None)
+        elif place is None and not whole:
+            sides = plane.padding.sides(plane.grid) if plane.padding is not None else plane.grid
+            raise UserError(
+                f"query {row} of {name} is no patch but padding: its {plane.grid[0]} × {plane.grid[1]} patches are "
+                f"filled up to {sides[0]} × {sides[1]}, on which queries are counted.\nChoose others, or name layers."
+            )
         elif place is not None and (keep is None or place in keep):
             cell = place // plane.grid[1], place % plane.grid[1]
             picked.append(index)
@@ -197,10 +251,16 @@ def _thinned(grid: tuple[int, int]) -> list[int]:
 
 
 def _pooled(weights: Tensor) -> Tensor:
-    """Neighbouring keys of a large grid summed up."""
-    rows, columns = weights.shape[-2:]
-    to = min(rows, KEY_SIDE), min(columns, KEY_SIDE)
-    if to == (rows, columns):
-        return weights
-    pooled = F.adaptive_avg_pool2d(weights, to)
-    return pooled / pooled.sum((-2, -1), keepdim=True).clamp_min(1e-12) * weights.sum((-2, -1), keepdim=True)
+    """Neighbouring keys of a large grid summed up, shared where they lie between two; sums stay as they are."""
+    for dim in (-2, -1):
+        if weights.shape[dim] > KEY_SIDE:
+            weights = (weights.movedim(dim, -1) @ _parts(weights.shape[dim], KEY_SIDE).to(weights)).movedim(-1, dim)
+    return weights
+
+
+def _parts(many: int, few: int) -> Tensor:
+    """(many, few): which share of each of many equal parts of a line lies in each of few; rows sum to 1."""
+    fine, coarse = torch.arange(many + 1).double() / many, torch.arange(few + 1).double() / few
+    low = torch.maximum(fine[:-1, None], coarse[None, :-1])
+    high = torch.minimum(fine[1:, None], coarse[None, 1:])
+    return (high - low).clamp_min(0) * many
