@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import os
 import re
@@ -11,12 +13,18 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from PIL import Image
 
+from vision_attn.cli import contrast as command
 from vision_attn.cli.contrast import configuration, split_arguments
 from vision_attn.cli.main import main
-from vision_attn.contrast import runner
+from vision_attn.contrast import estimate, runner
+from vision_attn.contrast.results import TRIAL_SEED
+from vision_attn.contrast.training import Trainings
 from vision_attn.errors import UserError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("contrast_*.yaml"))
@@ -128,6 +136,23 @@ def test_a_dry_run_shows_the_grid_and_its_cost(recipe, tmp_path, capsys):
     assert not output.exists()
 
 
+def test_the_cost_of_a_dry_run_is_the_sum_of_its_cells(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(estimate, "measure_speed", lambda plan: {(m, "none"): (0.5, 0.01) for m in ("vit", "cnn")})
+    assert (
+        main(["contrast", "--config", str(recipe), "--output", str(tmp_path / "out"), "--dry_run", "--jobs", "3"]) == 0
+    )
+    shown = capsys.readouterr().out
+    # 5 steps of half a second; two evaluations of 25 or 126 training and 270 validation images, the same once more at
+    # the end, and for what is no trial twice the 270 test images, at a hundredth of a second each
+    trial = [2.5 + 0.01 * 3 * (n + 270) for n in (25, 126)]
+    cell = [seconds + 0.01 * 2 * 270 for seconds in trial]
+    total = 2 * sum(trial) + 4 * sum(cell)
+    assert total == pytest.approx(197.58)
+    assert "12 trainings, 3.3 minutes of computing; about 1.2 minutes 3 side by side" in shown  # 197.58 / 3 + 5 s
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+    assert [int(row[-1]) for row in rows] == [round(2 * s) for s in trial] + [round(4 * s) for s in cell]
+
+
 @pytest.mark.parametrize("capable", [True, False])
 def test_bfloat16_only_where_the_processor_has_it(recipe, tmp_path, capsys, monkeypatch, capable):
     from vision_attn.training import precision
@@ -158,8 +183,65 @@ def test_a_study_from_recipe_to_tables_and_again(recipe, tmp_path, capsys, monke
     assert Path("out/runs.csv").read_text() == runs
     config, _ = configuration(["--config", "out/config.yaml"])
     assert config.hash() == facts["config_hash"]
+    head = Path("out/config.yaml").read_text()
+    assert all(f"# {key}: {facts[key]}\n" in head for key in ("config_hash", "data_hash", "version", "code"))
     assert main([*words, "--seeds", "3"]) == 2
     assert "seeds (2 there, 3 here)" in capsys.readouterr().err
+    monkeypatch.setattr(runner, "code_hash", lambda: "0ther")
+    assert main(words) == 0
+    assert f"begun by other code ({facts['code']}, now 0ther)" in capsys.readouterr().err
+
+
+def test_quick_is_a_whole_study_with_its_report(recipe, tmp_path, capsys):
+    words = ["contrast", "--config", str(recipe), "--quick", "--jobs", "1", "--arms", "[none, full]"]
+    assert (
+        main([*words, "--noise.levels", "[0.4]", "--sizes", "[0.02, 0.05, 0.1]", "--output", str(tmp_path / "out")])
+        == 0
+    )
+    assert "8 of 8 trainings done, 0 failed" in capsys.readouterr().out  # two sizes, one arm, no wrong labels
+    tree = json.loads((tmp_path / "out" / "contrast.json").read_text())
+    assert {(e["size"], e["arm"], e["noise"]) for e in tree["estimates"]} == {(0.05, "none", 0), (0.1, "none", 0)}
+    assert "--quick" in (tmp_path / "out" / "report.html").read_text()
+
+
+def folder_of_images(root):
+    """Three classes of plain colours with noise, in train, val and test."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 4), ("test", 4)):
+        for at, name in enumerate(("blue", "green", "red")):
+            for number in range(count):
+                pixels = rng.integers(0, 80, (8, 8, 3), dtype=np.uint8)
+                pixels[..., 2 - at] += 120
+                path = root / split / name / f"{number:02}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+
+
+def test_a_folder_of_images_that_workers_decode(recipe, tmp_path, capsys):
+    folder_of_images(tmp_path / "pictures")
+    data = {"name": "image_folder", "root": str(tmp_path / "pictures"), "img_size": 8, "memory_limit_mb": 0}
+    changes = {"data": {**data, "num_workers": 1}, "sizes": [1.0], "steps": 4, "eval_images": 6}
+    (tmp_path / "folder.yaml").write_text(yaml.safe_dump(changes))
+    output = tmp_path / "out"
+    words = ["contrast", "--config", str(recipe), "--config", str(tmp_path / "folder.yaml"), "--jobs", "1"]
+    assert main([*words, "--output", str(output)]) == 0
+    captured = capsys.readouterr()
+    assert "4 of 4 trainings done, 0 failed" in captured.out
+    assert "failed" not in captured.err
+    page = (output / "report.html").read_text()
+    assert "image_folder: 36 training, 12 validation, 12 test images" in page
+    with (output / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 * 2
+    for row in rows:  # six images, two of each class
+        assert float(row["val_acc"]) * 6 == pytest.approx(round(float(row["val_acc"]) * 6))
+    memory = ["--data.num_workers", "0", "--data.memory_limit_mb", "9", "--output", str(tmp_path / "memory")]
+    assert main([*words, *memory]) == 0
+    with (tmp_path / "memory" / "curves.csv").open() as file:
+        kept = list(csv.DictReader(file))
+    numbers = ("id", "step", "train_loss", "train_acc", "val_loss", "val_acc")
+    for row, other in zip(rows, kept, strict=True):  # where the images lie does not change a number
+        assert [row[key] for key in numbers] == [other[key] for key in numbers]
 
 
 def heed_interrupts():
@@ -188,6 +270,93 @@ def test_ctrl_c_keeps_what_has_ended_and_says_how_to_go_on(recipe, tmp_path):
     assert f"--output {output}" in error
     assert "Traceback" not in error
     assert len(list(output.glob("trials/*/result.json"))) == 2  # the small subsets
+    assert not (output / "report.html").exists()  # nothing to report yet
+
+
+def test_ctrl_c_leaves_a_report_of_what_has_ended(recipe, tmp_path, capsys, monkeypatch):
+    run = Trainings.run
+
+    def run_three(self, cell):
+        if cell.seed != TRIAL_SEED and len(list((tmp_path / "out").glob("cells/*/result.json"))) == 3:
+            raise KeyboardInterrupt
+        return run(self, cell)
+
+    class Here:
+        def __init__(self, plan):
+            self.trainings, self.closed = Trainings(plan.config, data=plan.data), False
+
+        def run(self, cells, started):
+            for cell in cells:
+                started(cell)
+                yield cell, self.trainings.run(cell)
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(Trainings, "run", run_three)
+    monkeypatch.setattr(command, "_executor", lambda plan, jobs, ray: Here(plan))
+    words = ["contrast", "--config", str(recipe), "--output", str(tmp_path / "out")]
+    assert main(words) == 130
+    error = capsys.readouterr().err
+    assert f"Go on with:\n  vision-attn {' '.join(words)}" in error
+    assert "it is marked as not finished" in error
+    assert "Not finished: 5 of 8 trainings are still to be run." in (tmp_path / "out" / "report.html").read_text()
+    monkeypatch.setattr(Trainings, "run", run)
+    assert main(words) == 0
+    assert "Not finished" not in (tmp_path / "out" / "report.html").read_text()
+
+
+class Cluster:
+    """A Ray pool that computes here, for a driver without the devices of the cluster."""
+
+    device = "GPUs of a Ray cluster"
+
+    def __init__(self, config, data, address):
+        assert (config.device, address) == ("cuda", "head:6379")
+        self.trainings = Trainings(dataclasses.replace(config, device="cpu"), data=data)
+
+    def run(self, cells, started):
+        for cell in cells:
+            started(cell)
+            yield cell, self.trainings.run(cell)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.usefixtures("_no_report")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is wanted")
+def test_ray_with_gpus_needs_none_here(recipe, tmp_path, capsys, monkeypatch):
+    from vision_attn.contrast import ray_runner
+
+    monkeypatch.setattr(ray_runner, "RayPool", Cluster)
+    words = ["contrast", "--config", str(recipe), "--output", str(tmp_path / "out"), "--device", "cuda"]
+    assert main([*words, "--ray", "head:6379"]) == 0
+    assert "8 of 8 trainings done" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "study.json").read_text())["machine"]["device"] == "GPUs of a Ray cluster"
+    assert main(words) == 2
+    assert "no such device" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_no_report")
+def test_a_study_on_a_ray_of_this_machine(recipe, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed: cells on a cluster are not tested")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = ["contrast", "--config", str(recipe), "--output", str(tmp_path / "out"), "--sizes", "[0.1]"]
+    assert main([*words, "--ray", "local"]) == 0
+    assert "4 of 4 trainings done, 0 failed" in capsys.readouterr().out
+    assert "--ray local" in json.loads((tmp_path / "out" / "study.json").read_text())["command"]
+
+
+def test_no_ray_at_an_address_is_one_message(recipe, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    output = tmp_path / "out"
+    assert main(["contrast", "--config", str(recipe), "--output", str(output), "--ray", "127.0.0.1:1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --ray 127.0.0.1:1: no Ray cluster answers")
+    assert len(error.splitlines()) <= 2
+    assert not output.exists()
 
 
 def test_the_promised_recipes_exist():

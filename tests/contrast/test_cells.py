@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections import Counter
 
 from vision_attn.contrast.cells import plan_cells, plan_trials, shows_looks
-from vision_attn.contrast.config import TRIAL_SEED, ModelChoice
+from vision_attn.contrast.config import ModelChoice
+from vision_attn.contrast.results import TRIAL_SEED
 
 TWO = {"a b": ModelChoice("resnet8_cifar"), "c": ModelChoice("resnet20_cifar")}
 

@@ -25,6 +25,7 @@ def test_a_curve_without_noise_is_recovered() -> None:
         pytest.approx(-0.5, abs=0.005),
     )
     assert fit.note == ""
+    assert fit.misfit == pytest.approx(0, abs=1e-4)
 
 
 def test_fits_equal_scipys() -> None:
@@ -75,3 +76,16 @@ def test_what_cannot_be_fitted_says_why() -> None:
     assert isinstance(steep, Fit)
     assert steep.at_edge
     assert "do not determine" in steep.note
+
+
+def test_an_offset_at_its_bound_and_the_misfit_are_told() -> None:
+    bound = fit_learning_curve({10: [0.5, 0.52], 100: [0.05, 0.06], 1000: [0.004, 0.005], 10000: [0.0005, 0.0004]})
+    assert isinstance(bound, Fit)
+    assert bound.alpha == 0
+    assert "α ended at 0" in bound.note
+    errors = {int(n): [e, e] for n, e in zip(IMAGES, (0.5, 0.3, 0.35, 0.2, 0.15), strict=True)}
+    bent = fit_learning_curve(errors)
+    assert isinstance(bent, Fit)
+    left = [e[0] - bent.alpha - bent.eta * n**bent.gamma for n, e in errors.items()]
+    assert bent.misfit == pytest.approx(float(np.sqrt(np.mean(np.square(left)))))
+    assert bent.misfit > 0.02

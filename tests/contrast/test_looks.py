@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,21 @@ def test_fields_grow_and_distances_are_within_the_image(name):
     assert model.training
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+def test_all_classes_are_looked_at(plan, monkeypatch):
+    """Validation images of a folder come class by class."""
+    order = plan.data.val.labels.argsort(stable=True)
+    data = dataclasses.replace(plan.data, val=plan.data.val.take(order))
+    asked = []
+    original = type(data.val).batch
+    monkeypatch.setattr(
+        type(data.val), "batch", lambda self, rows: asked.append(self.labels[rows]) or original(self, rows)
+    )
+    model = va.create_model("resnet8_cifar", num_classes=10, img_size=8)
+    look(model, data, data.augmenter(Arm(), 0, False), torch.device("cpu"))
+    assert len(asked) == 1
+    assert asked[0].unique().tolist() == list(range(10))
 
 
 def test_what_is_kept_of_a_model(plan):

@@ -45,6 +45,22 @@ def test_unequal_models_when_asked_for(tiny):
     assert found["params_ratio"] > 3
 
 
+def test_of_three_models_the_largest_and_the_smallest_count(tiny):
+    small = ModelChoice("resnet8_cifar")
+    config = tiny(models={"cct": CCT, "resnet": RESNET, "small": small}, match=0.25)
+    sizes = measure_models(config, 10, (32, 32))
+    params = [size.params for size in sizes]
+    assert ratios(sizes)[0] == max(params) / min(params) > 3
+    with pytest.raises(UserError, match=r"differ by more than match=0\.25 allows: cct .*, resnet .*, small ") as caught:
+        check_match(config, sizes, 10, (32, 32))
+    assert "models.small.args" in str(caught.value)  # what to change is the one that differs
+    assert not re.search(r"models\.(cct|resnet)\.args", str(caught.value))
+    equal = tiny(models={"cct": CCT, "resnet": RESNET, "again": RESNET}, match=0.25)
+    found = check_match(equal, measure_models(equal, 10, (32, 32)), 10, (32, 32))
+    two = tiny(models={"cct": CCT, "resnet": RESNET}, match=0.25)
+    assert found == check_match(two, measure_models(two, 10, (32, 32)), 10, (32, 32))
+
+
 def test_a_proposal_keeps_what_is_not_size(tiny):
     target = measure_models(tiny(models={"a": RESNET, "b": CCT}), 10, (32, 32))[0]
     found = propose(ModelChoice("swin_cifar_tiny", {"window_size": 2}), target, 10, (32, 32))

@@ -17,6 +17,8 @@ from vision_attn.contrast.measures import (
     predict,
     turning_point,
 )
+from vision_attn.contrast.subsets import sample_rows
+from vision_attn.data.sets import MemorySet
 
 CLASSES = 7
 
@@ -71,6 +73,33 @@ def test_evaluation_steps_end_with_the_last(steps, evaluations):
     assert len(found) <= evaluations
 
 
+def sorted_set(counts):
+    """Images that come class by class, as those of a folder; every pixel of an image is its number."""
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 2, 2)
+    return MemorySet(images, labels, torch.arange(len(labels)))
+
+
+@pytest.mark.parametrize("limit", [7, 21, 30])
+def test_a_limit_takes_all_classes_of_a_set_in_the_order_of_its_classes(plan, limit):
+    images = sorted_set([40, 20, 10])
+    augmenter = plan.data.augmenter(Arm(), 0, False)
+    model = torch.nn.Flatten()
+    seen = [predict(model, images, augmenter, device=torch.device("cpu"), limit=limit) for _ in range(2)]
+    torch.testing.assert_close(seen[0], seen[1])  # the same ones every time
+    counts = seen[0][1].bincount(minlength=3).double()
+    torch.testing.assert_close(counts, limit * torch.tensor([4.0, 2.0, 1.0]).double() / 7, rtol=0, atol=1.0)
+
+
+def test_a_sample_is_in_the_order_of_the_set_and_not_the_first_ones():
+    images = sorted_set([40, 40])
+    rows = sample_rows(images, 20)
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert rows.tolist() != list(range(20))
+    assert images.labels[rows].bincount().tolist() == [10, 10]
+    assert sample_rows(images, 100).tolist() == list(range(80))
+
+
 def test_predict_is_in_evaluation_mode_and_in_order(plan):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(3 * 64, CLASSES)).train()
     augmenter = plan.data.augmenter(Arm(), 0, False)
@@ -80,4 +109,4 @@ def test_predict_is_in_evaluation_mode_and_in_order(plan):
     expected = model.eval()(augmenter.normalize(plan.data.train.images))
     torch.testing.assert_close(logits, expected)
     some, _ = predict(model, plan.data.train, augmenter, device=torch.device("cpu"), limit=13)
-    torch.testing.assert_close(some, expected[:13])
+    torch.testing.assert_close(some, expected[sample_rows(plan.data.train, 13)])

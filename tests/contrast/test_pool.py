@@ -3,7 +3,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +107,45 @@ def test_a_job_that_finds_other_images_ends_the_study(small):
     with pytest.raises(UserError, match="found other images"):
         list(pool.run(cells_of(small), lambda cell: None))
     assert pids() == []
+
+
+def test_jobs_end_when_their_parent_is_killed_in_the_middle_of_a_cell(tmp_path):
+    """No one is left to end them then; they are no daemons, which could not have workers of their own."""
+    code = f"""
+from pathlib import Path
+from vision_attn.contrast.cells import plan_cells
+from vision_attn.contrast.config import ContrastConfig, DataChoice, ModelChoice, NoiseChoice
+from vision_attn.contrast.pool import Pool
+from vision_attn.contrast.runner import make_plan
+
+if __name__ == "__main__":
+    two = {{name: ModelChoice("resnet8_cifar", {{"width": 3}}) for name in "ab"}}
+    config = ContrastConfig(
+        two, sizes=[0.1], arms=["none"], noise=NoiseChoice(levels=[]), seeds=1, steps=10**6, match=False, device="cpu"
+    )
+    plan = make_plan(config)
+    pool = Pool(config, plan.data.hash, jobs=1)
+    cells = plan_cells(config, len(plan.data.train), {{(name, 0.1): 1e-4 for name in two}})
+    def begun(cell):
+        Path({str(tmp_path / "pid")!r}).write_text(str(pool._alive[0].process.pid))
+    list(pool.run(cells, begun))
+"""
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    parent = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not (pid := (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""):
+            assert parent.poll() is None, parent.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    job = Path("/proc") / pid
+    while job.exists() and "Z" not in job.joinpath("stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the job outlived its parent"
+        time.sleep(0.05)
 
 
 def test_an_interruption_ends_the_processes(small):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,91 @@ def test_where_no_cluster_answers_the_message_says_so(plan, address, monkeypatch
         RayPool(plan.config, plan.data, address)
 
 
+class FakeRay(SimpleNamespace):
+    """As much of Ray as a pool asks for, on a cluster of these resources."""
+
+    def __init__(self, resources, begin=None):
+        errors = {name: type(name, (Exception,), {}) for name in ("RayError", "WorkerCrashedError", "NodeDiedError")}
+        errors |= {name: type(name, (Exception,), {}) for name in ("OutOfMemoryError", "RayTaskError")}
+        super().__init__(
+            resources=resources, begin=begin, options={}, ended=False, exceptions=SimpleNamespace(**errors)
+        )
+
+    def is_initialized(self):
+        return False
+
+    def init(self, **options):
+        if self.begin:
+            raise self.begin
+
+    def cluster_resources(self):
+        return self.resources
+
+    def put(self, value):
+        return value
+
+    def remote(self, **options):
+        self.options = options
+        return lambda function: SimpleNamespace(remote=lambda *args: object())
+
+    def wait(self, references, num_returns):
+        raise ConnectionError("the head is gone\nand more")
+
+    def cancel(self, reference, force):
+        raise ConnectionError("the head is gone")
+
+    def shutdown(self):
+        self.ended = True
+
+
+def pool_on(monkeypatch, fake, config, data):
+    from vision_attn.contrast.ray_runner import RayPool
+
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return RayPool(config, data, "auto")
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "wanted", "words"),
+    [("auto", 0, 0, "CPUs"), ("auto", 2, 1, "GPUs"), ("cuda", 2, 1, "GPUs"), ("cpu", 2, 0, "CPUs")],
+)
+def test_cells_ask_for_a_gpu_where_there_are_some(tiny, plan, monkeypatch, device, gpus, wanted, words):
+    fake = FakeRay({"CPU": 32.0, **({"GPU": float(gpus)} if gpus else {})})
+    pool = pool_on(monkeypatch, fake, tiny(device=device), plan.data)
+    assert fake.options["num_gpus"] == wanted
+    assert pool.device == f"{words} of a Ray cluster"
+    assert pool._room() == (2 * gpus if wanted else 64)  # twice as many as can run
+
+
+def test_a_gpu_that_no_node_has_is_refused(tiny, plan, monkeypatch):
+    fake = FakeRay({"CPU": 2.0})
+    with pytest.raises(UserError, match=r"device cuda: the Ray cluster has no GPU; choose auto or cpu"):
+        pool_on(monkeypatch, fake, tiny(device="cuda"), plan.data)
+    assert fake.ended
+
+
+class OwnError(Exception):
+    """Ray's client and gRPC have errors of their own."""
+
+
+@pytest.mark.parametrize(
+    "error", [OwnError("version mismatch\na long\nstory"), ConnectionError(), TimeoutError("late")]
+)
+def test_whatever_keeps_ray_from_beginning_is_one_line(plan, monkeypatch, error):
+    with pytest.raises(UserError, match=r"--ray auto: no Ray cluster answers: .") as caught:
+        pool_on(monkeypatch, FakeRay({}, begin=error), plan.config, plan.data)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cluster_that_is_lost_is_one_line(plan, monkeypatch):
+    pool = pool_on(monkeypatch, FakeRay({"CPU": 2.0}), plan.config, plan.data)
+    with pytest.raises(
+        UserError, match=r"the Ray cluster is lost: the head is gone\. What has ended is kept"
+    ) as caught:
+        list(pool.run(plan.cells[:2], lambda cell: None))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.fixture
 def cluster():
     """Ray with two workers on this machine."""
@@ -51,8 +137,11 @@ def own_pid(seconds: float) -> int:
 def two_workers(ray) -> list[int]:
     task = ray.remote(own_pid)
     pids: set[int] = set()
-    while len(pids) < 2:  # the second worker may start late
-        pids |= set(ray.get([task.remote(0.5) for _ in range(2)]))
+    for busy in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0):  # on a loaded machine the second worker may begin late
+        pids |= set(ray.get([task.remote(busy) for _ in range(2)], timeout=200))
+        if len(pids) == 2:
+            break
+    assert len(pids) == 2
     return sorted(pids)
 
 

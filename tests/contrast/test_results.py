@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 
 import pytest
 
 from vision_attn.contrast.results import (
     STAMP,
+    TRIAL_SEED,
     Cell,
     Result,
     choose_rates,
@@ -17,21 +19,24 @@ from vision_attn.contrast.results import (
     write_cell,
     write_json,
     write_result,
+    write_trace,
 )
 from vision_attn.errors import UserError
 
-HASHES = dict(zip(STAMP, ("c0ffee", "deca7", "1.2.3"), strict=True))
+HASHES = dict(zip(STAMP, ("c0ffee", "deca7", "1.2.3", "5eed"), strict=True))
 CELL = Cell("m-05pct-none-n0-s1", "m", 0, 0.05, 63, "none", 0.0, 1, 3e-3, 40)
 CURVE = [
     {"step": 1.0, "train_loss": 2.1, "train_acc": 0.1, "val_loss": 2.3, "val_acc": 0.1},
     {"step": 40.0, "train_loss": 1 / 3, "train_acc": 0.9, "val_loss": 1e-17, "val_acc": 0.5},
 ]
+VALUES = {"train_acc": 0.9, "train_loss": 1 / 3, "val_acc": 0.5, "val_loss": 1e-17, "test_acc": 1 / 3, "test_loss": 2.0}
+VALUES |= {"turn_step": 40, "turn_loss": 1e-17, "turn_rise": 0.0, "gap_acc": 0.57, "gap_loss": 1.7, "ece": 0.1}
 
 
 @pytest.fixture
 def written(tmp_path):
     write_cell(tmp_path, CELL, HASHES)
-    write_result(tmp_path, Result(CELL, "done", "", {"test_acc": 1 / 3}, CURVE), HASHES, {"kind": "cnn"})
+    write_result(tmp_path, Result(CELL, "done", "", VALUES, CURVE), HASHES, {"kind": "cnn"})
     return tmp_path
 
 
@@ -42,7 +47,8 @@ def trial(model, size, lr, acc, loss, status="done"):
 
 def test_a_result_comes_back_with_every_digit(written):
     result = read_result(written, CELL, HASHES)
-    assert result == Result(CELL, "done", "", {"test_acc": 1 / 3}, CURVE)
+    assert result == Result(CELL, "done", "", VALUES, CURVE)
+    assert result.code == "5eed"
     assert read_looks(written, CELL) == {"kind": "cnn"}
     for path in written.rglob("*.json"):
         assert json.loads(path.read_text()).items() >= HASHES.items()
@@ -67,6 +73,16 @@ def test_a_cell_without_result_has_not_ended(tmp_path):
         ("result.json", json.dumps({"status": "done", "values": {"test_acc": "0.5"}, **HASHES})),
         ("result.json", json.dumps({"status": "done", "values": {"x": float("nan")}, **HASHES})),
         ("result.json", json.dumps({"status": "done", "values": {}, **HASHES, "data_hash": "other"})),
+        ("result.json", json.dumps({"status": "done", "values": {}, **HASHES})),
+        ("result.json", json.dumps({"status": "done", "values": {**VALUES, "ece": None}, **HASHES})),
+        *(
+            (
+                "result.json",
+                json.dumps({"status": "done", "values": {k: VALUES[k] for k in VALUES if k != key}, **HASHES}),
+            )
+            for key in VALUES
+        ),
+        ("curve.csv", "step,train_loss,train_acc,val_loss,val_acc\n"),
         ("cell.json", ""),
         ("cell.json", None),
         ("cell.json", json.dumps({**vars(CELL), "lr": 0.1})),
@@ -84,6 +100,43 @@ def test_a_broken_cell_is_named_and_left_alone(written, name, content):
     with pytest.raises(UserError, match=rf"{CELL.id}.*Remove the folder"):
         read_result(written, CELL, HASHES)
     assert {p: p.read_bytes() for p in written.rglob("*") if p.is_file()} == before
+
+
+def test_what_a_finished_cell_lacks_is_named(written):
+    tree = {"status": "done", "values": {k: v for k, v in VALUES.items() if k not in ("ece", "turn_rise")}, **HASHES}
+    write_json(written / CELL.id / "result.json", tree)
+    with pytest.raises(UserError, match=r"says done but lacks turn_rise, ece\. Remove the folder"):
+        read_result(written, CELL, HASHES)
+
+
+def test_a_trial_needs_no_test_set_and_a_failed_cell_no_values(tmp_path):
+    tried = dataclasses.replace(CELL, id="trial", seed=TRIAL_SEED)
+    values = {k: v for k, v in VALUES.items() if not k.startswith(("test", "gap", "ece"))}
+    for result in (Result(tried, "done", "", values, CURVE), Result(CELL, "failed", "NaN at once")):
+        write_cell(tmp_path, result.cell, HASHES)
+        write_result(tmp_path, result, HASHES)
+        assert read_result(tmp_path, result.cell, HASHES) == result
+
+
+def test_a_curve_without_rows_and_a_trace_carry_the_stamp(tmp_path):
+    write_cell(tmp_path, CELL, HASHES)
+    write_result(tmp_path, Result(CELL, "failed", "NaN at once"), HASHES)
+    write_trace(tmp_path, CELL, "Traceback: somewhere\n", HASHES)
+    with (tmp_path / CELL.id / "curve.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row.items() >= HASHES.items()
+    text = (tmp_path / CELL.id / "error.txt").read_text()
+    assert text.endswith("Traceback: somewhere\n")
+    assert all(f"# {key}: {value}\n" in text for key, value in HASHES.items())
+    assert read_result(tmp_path, CELL, HASHES).curve == []
+
+
+def test_cells_may_come_from_other_code_or_from_before_there_was_a_hash(written):
+    other = {**HASHES, "code": "0ther"}
+    assert read_result(written, CELL, other).code == "5eed"
+    identity = {key: HASHES[key] for key in STAMP if key != "code"}
+    write_result(written, Result(CELL, "done", "", VALUES, CURVE), identity)
+    assert read_result(written, CELL, HASHES).code == ""
 
 
 def test_no_study_no_crash(tmp_path):

@@ -3,13 +3,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import re
 
 import pytest
 
-from vision_attn.contrast import runner
+from vision_attn.contrast import runner, training
 from vision_attn.contrast.config import DataChoice
+from vision_attn.contrast.report import write_report
 from vision_attn.contrast.results import load_study
-from vision_attn.contrast.runner import claimed, make_plan, open_folder, run_study
+from vision_attn.contrast.runner import claimed, make_plan, open_folder, other_code, run_study
 from vision_attn.errors import UserError
 
 
@@ -33,6 +35,11 @@ def rows(study):
     return [{key: value for key, value in row.items() if key != "seconds"} for row in study.frame()]
 
 
+def rows_of(study):
+    """Without the code that made them."""
+    return [{key: value for key, value in row.items() if key != "code"} for row in rows(study)]
+
+
 def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -44,6 +51,9 @@ def test_a_study_is_whole_and_every_file_says_what_it_is_of(plan, finished):
     chosen = {(row["model"], row["size"]): row["lr"] for row in finished.learning_rates if row["chosen"]}
     assert {(cell.model, cell.size): cell.lr for cell in finished.cells} == chosen
     assert set(finished.looks) == {"vit", "cnn"}
+    looked_at = {result.cell.id: result.cell for result in finished.results}
+    for model, seen in finished.looks.items():
+        assert (looked_at[seen["cell"]].model, looked_at[seen["cell"]].seed) == (model, seen["seed"])
     assert finished.facts["command"] == "the command"
     assert not {"hostname", "host", "node"} & set(finished.facts["machine"])
     for path in finished.folder.rglob("*.json"):
@@ -101,6 +111,44 @@ def test_another_version_is_refused(plan, finished, monkeypatch):
     monkeypatch.setattr(runner, "__version__", "99.0")
     with pytest.raises(UserError, match=r"made by version .*, this is 99\.0"):
         open_folder(finished.folder, plan, "", "")
+
+
+def test_other_code_is_allowed_warned_about_and_kept_apart(plan, here, finished, tmp_path, monkeypatch):
+    import shutil
+
+    folder = tmp_path / "study"
+    shutil.copytree(finished.folder, folder)
+    assert other_code(folder) == ""
+    lost = plan.cells[2]
+    shutil.rmtree(folder / "cells" / lost.id)
+    for module in (runner, training):
+        monkeypatch.setattr(module, "code_hash", lambda: "0ther")
+    assert open_folder(folder, plan, "", "")
+    assert re.search(r"begun by other code \(\w{12}, now 0ther\)", other_code(folder))
+    study = run_study(plan, folder, here(plan))
+    assert {result.cell.id for result in study.results if result.code == "0ther"} == {lost.id}
+    assert study.codes == {finished.facts["code"]: len(plan.cells) + len(plan.trials) - 1, "0ther": 1}
+    with (folder / "runs.csv").open() as file:
+        assert [row["id"] for row in csv.DictReader(file) if row["code"] == "0ther"] == [lost.id]
+
+
+def test_a_study_from_before_there_was_a_code_hash_is_read_and_reported(plan, finished, tmp_path):
+    import shutil
+
+    folder = tmp_path / "study"
+    shutil.copytree(finished.folder, folder)
+    for path in folder.rglob("*.json"):
+        tree = {key: value for key, value in json.loads(path.read_text()).items() if key != "code"}
+        path.write_text(json.dumps(tree))
+    for path in folder.rglob("curve.csv"):
+        rows = [row.rpartition(",")[0] for row in path.read_text().splitlines()]
+        path.write_text("\n".join(rows) + "\n")
+    study = load_study(folder)
+    assert rows_of(study) == rows_of(finished)
+    assert set(study.codes) == {""}
+    assert "not recorded" in other_code(folder)
+    page = write_report(study, tmp_path / "report").read_text(encoding="utf-8")
+    assert "not recorded" in page
 
 
 def test_a_folder_with_other_things_is_refused(plan, tmp_path):

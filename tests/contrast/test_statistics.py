@@ -15,6 +15,8 @@ from vision_attn.contrast.statistics import (
     ONE_SEED,
     compare,
     holm,
+    joint_level,
+    joint_p,
     mean_interval,
     resamples,
     student_quantile,
@@ -98,21 +100,57 @@ def test_no_interval_without_two_different_values() -> None:
 # -- tests ------------------------------------------------------------------------------------------
 
 
+def significant(values: np.ndarray, level: float) -> np.ndarray:
+    """(draws,) whether ``compare`` finds a difference; it is asked only where one of the two tests comes near that."""
+    n = values.shape[-1]
+    a, b = values[:, 0], values[:, 1]
+    errors = np.minimum((a - b).std(1, ddof=1), np.sqrt(a.var(1, ddof=1) + b.var(1, ddof=1))) / math.sqrt(n)
+    near = np.abs((a - b).mean(1)) / errors >= student_quantile(level / 2, 2 * (n - 1))
+    result = np.zeros(len(values), dtype=bool)
+    for i in near.nonzero()[0]:
+        p = compare(a[i], b[i]).p
+        result[i] = p is not None and p <= level
+    return result
+
+
+def at_most(level: float, draws: int) -> float:
+    """A share of ``draws`` simulations that a true ``level`` exceeds in one of 700 (three standard errors)."""
+    return level + 3 * math.sqrt(level * (1 - level) / draws)
+
+
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_equal_models_differ_in_at_most_5_percent(n: int, correlation: float) -> None:
-    draws = 5000
-    share = found(pairs(np.random.default_rng(n), draws, n, 0.0, correlation))
-    assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
+    draws = 20_000
+    share = significant(pairs(np.random.default_rng(n), draws, n, 0.0, correlation), 0.05).mean()
+    assert share <= at_most(0.05, draws)
     if correlation == 0:
         assert share > 0.035  # the level is used up, not thrown away
 
 
-@pytest.mark.parametrize(("n", "spread"), [(3, 3.0), (3, 5.0), (5, 3.0)])
+@pytest.mark.parametrize("spread", [2.0, 5.0])
+@pytest.mark.parametrize("n", [3, 5])
 def test_the_level_holds_for_models_that_spread_differently(n: int, spread: float) -> None:
-    draws = 5000
+    draws = 20_000
     values = pairs(np.random.default_rng(4), draws, n, 0.0, 0.0) * np.array([1.0, spread])[:, None]
-    assert found(values) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
+    assert significant(values, 0.05).mean() <= at_most(0.05, draws)
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("n", [3, 5])
+def test_studies_of_21_comparisons_have_a_false_verdict_in_at_most_5_percent(n: int, spread: float) -> None:
+    """Holm tests the smallest p at 5 % / 21, where the two tests together err far more often than either."""
+    studies, tests = 10_000, 21
+    values = pairs(np.random.default_rng(n), studies * tests, n, 0.0, 0.0) * np.array([1.0, spread])[:, None]
+    wrong = significant(values, 0.05 / tests).reshape(studies, tests).any(1).mean()
+    assert wrong <= at_most(0.05, studies)
+
+
+@given(st.floats(1e-12, 1), st.floats(1e-12, 1), st.integers(2, 15))
+def test_enlarged_p_values_keep_their_order_and_are_never_smaller(p: float, other: float, n: int) -> None:
+    assert p <= joint_p(p, n) <= 1
+    assert (joint_p(p, n) <= joint_p(other, n)) or p > other
+    assert joint_p(joint_level(n), n) == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6, 0.9])

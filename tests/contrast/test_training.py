@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from vision_attn.contrast import training as module
 from vision_attn.contrast.cells import plan_cells, plan_trials
-from vision_attn.contrast.config import TRIAL_SEED, ModelChoice
+from vision_attn.contrast.config import ModelChoice
+from vision_attn.contrast.results import TRIAL_SEED
 from vision_attn.contrast.training import Training, run_cell
 from vision_attn.data.loader import TrainLoader
 from vision_attn.training.optimizers import OptimizerConfig

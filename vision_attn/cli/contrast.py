@@ -26,7 +26,7 @@ def run(argv: list[str]) -> int:
     """Run, resume or estimate a study.
 
     Returns:
-        0, or 130 after Ctrl-C.
+        0, or 130 after Ctrl-C, which leaves a report of what has ended.
 
     Raises:
         UserError: wrong arguments, data or models that cannot be compared, or a folder with something else in it.
@@ -41,8 +41,9 @@ def run(argv: list[str]) -> int:
         config = config.quick()
     from vision_attn.contrast.runner import default_jobs, make_plan
 
-    config = _affordable(config)
-    jobs = options.jobs or default_jobs(config)
+    if options.ray is None or options.dry_run:  # elsewhere other processors and devices count
+        config = _affordable(config)
+    jobs = options.jobs or (default_jobs(config) if options.ray is None or options.dry_run else 1)
     if options.dry_run:
         from vision_attn.contrast.estimate import show_estimate
 
@@ -168,23 +169,40 @@ def _option_names() -> list[str]:
 
 def _run(config: ContrastConfig, folder: Path, command: str, jobs: int, options: Any) -> int:
     from vision_attn.contrast.progress import Progress
-    from vision_attn.contrast.runner import claimed, make_plan, open_folder, run_study
+    from vision_attn.contrast.runner import claimed, make_plan, open_folder, other_code, run_study
 
     plan = make_plan(config)
     executor = _executor(plan, jobs, options.ray)
     try:
-        resumed = open_folder(folder, plan, command, _settings(plan))
+        resumed = open_folder(folder, plan, command, _settings(plan), getattr(executor, "device", None))
         with claimed(folder), Progress(plan) as progress:
             if resumed:
                 progress.say(f"going on with the study in {folder}")
+                if warning := other_code(folder):
+                    progress.say(warning)
             study = run_study(plan, folder, executor, note=progress.note, retry_failed=options.retry_failed)
     except KeyboardInterrupt:
-        print(f"\nstopped; what has ended is kept. Go on with:\n  {command}", file=sys.stderr)
+        executor.close()
+        _stopped(folder, command)
         return 130
     finally:
         executor.close()
     _tell(study, folder)
     return 0
+
+
+def _stopped(folder: Path, command: str) -> None:
+    """Say how to go on, and report what has ended, unless the user has no patience for that either."""
+    import contextlib
+
+    from vision_attn.contrast.results import load_study
+    from vision_attn.contrast.runner import report_study
+
+    print(f"\nstopped; what has ended is kept. Go on with:\n  {command}", file=sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt, UserError):
+        if any(result.done for result in load_study(folder).results):
+            report_study(folder)
+            print(f"{folder / 'report.html'} shows what has ended; it is marked as not finished", file=sys.stderr)
 
 
 def _affordable(config: ContrastConfig) -> ContrastConfig:

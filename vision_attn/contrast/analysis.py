@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
+from vision_attn.contrast.config import describe_arms
 from vision_attn.contrast.learning_curve import Fit, fit_learning_curve
 from vision_attn.contrast.results import Cell, Result, Study
 from vision_attn.contrast.statistics import Comparison, Estimate, compare, mean_interval
-from vision_attn.contrast.verdict import INCONCLUSIVE, Rule, Verdict, judge_all
+from vision_attn.contrast.verdict import INCONCLUSIVE, Rule, Verdict, judge_all, relative_rise
 
 MEASURES = (
     "train_acc",
     "train_loss",
+    "train_clean_acc",
+    "train_clean_loss",
     "val_acc",
     "val_loss",
     "test_acc",
@@ -27,9 +31,10 @@ MEASURES = (
     "memorised",
     "best_test_acc",
 )
-
-
-SHARES = {"train_acc", "val_acc", "test_acc", "best_test_acc", "ece", "memorised"}
+SHARES = {"train_acc", "train_clean_acc", "val_acc", "test_acc", "best_test_acc", "ece", "memorised"}
+POSITIVE = {"train_loss", "train_clean_loss", "val_loss", "test_loss", "turn_rise"}
+_GAPS = {"gap_acc", "gap_loss"}
+"""Not measured where labels are wrong: given labels of the training images would be held against true ones."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class Group:
         noise: share of wrong labels.
         runs: finished trainings, by seed.
         planned: how many there should be.
-        estimates: measure -> mean and interval, of :data:`MEASURES` that the runs have.
+        estimates: measure -> mean and interval, of :data:`MEASURES` that the runs have; ``turn_step`` over those runs
+            whose validation loss turned.
+        turned: of how many runs the validation loss ended more than ``Rule.turned`` above its lowest value.
     """
 
     model: str
@@ -55,6 +62,7 @@ class Group:
     runs: tuple[Result, ...]
     planned: int
     estimates: dict[str, Estimate]
+    turned: int
 
     @property
     def seeds(self) -> list[int]:
@@ -140,22 +148,45 @@ def analyse(study: Study, rule: Rule | None = None) -> Analysis:
         rule: of the verdicts.
     """
     rule = rule or Rule()
-    groups = _groups(study)
+    groups = _groups(study, rule)
     clean = [group for group in groups if group.noise == 0]
     pairs = list(_pairs(clean, study.models))
     full = [(a, b) for a, b in pairs if a.runs and b.runs]
     judged = iter(judge_all([(a.runs, b.runs) for a, b in full], int(study.facts["data"]["classes"]), rule))
     verdicts = [next(judged) if a.runs and b.runs else _nothing(a, b) for a, b in pairs]
-    differences = [d for a, b in _pairs(groups, study.models) for d in _differences(a, b)]
+    differences = [d for a, b in _pairs(groups, study.models) for d in _differences(a, b, rule)]
     return Analysis(study, rule, groups, differences, verdicts, _fits(clean))
 
 
-def estimate(measure: str, values: list[float]) -> Estimate:
-    """Mean and interval of a measure; intervals of shares stay between 0 and 1."""
-    return mean_interval(values, 0.0, 1.0) if measure in SHARES else mean_interval(values)
+def estimate(measure: str, values: list[float], steps: float = math.inf) -> Estimate:
+    """Mean and interval of a measure; no interval leaves what is possible.
+
+    Args:
+        measure: of :data:`MEASURES`.
+        values: by seed.
+        steps: of the trainings.
+    """
+    return mean_interval(values, *_limits(measure, steps))
 
 
-def _groups(study: Study) -> list[Group]:
+def _limits(measure: str, steps: float) -> tuple[float, float]:
+    if measure in SHARES:
+        return 0.0, 1.0
+    if measure == "gap_acc":
+        return -1.0, 1.0
+    if measure == "turn_step":
+        return 0.0, steps
+    return (0.0 if measure in POSITIVE else -math.inf), math.inf
+
+
+def _measured(measure: str, run: Result, rule: Rule) -> bool:
+    """Whether a run says something about a measure."""
+    if measure not in run.values or (run.cell.noise > 0 and measure in _GAPS):
+        return False
+    return measure != "turn_step" or relative_rise(run) > rule.turned
+
+
+def _groups(study: Study, rule: Rule) -> list[Group]:
     ended = {result.cell.id: result for result in study.results}
     planned: dict[tuple[str, float, str, float], list[Cell]] = {}
     for cell in study.cells:
@@ -164,9 +195,10 @@ def _groups(study: Study) -> list[Group]:
     for (model, size, arm, noise), cells in planned.items():
         found = [ended[cell.id] for cell in sorted(cells, key=lambda c: c.seed) if cell.id in ended]
         runs = tuple(result for result in found if result.done)
-        values = {key: [run.values[key] for run in runs if key in run.values] for key in MEASURES}
-        estimates = {key: estimate(key, numbers) for key, numbers in values.items() if numbers}
-        groups.append(Group(model, size, cells[0].images, arm, noise, runs, len(cells), estimates))
+        values = {key: [run.values[key] for run in runs if _measured(key, run, rule)] for key in MEASURES}
+        estimates = {key: estimate(key, numbers, cells[0].steps) for key, numbers in values.items() if numbers}
+        turned = sum(relative_rise(run) > rule.turned for run in runs)
+        groups.append(Group(model, size, cells[0].images, arm, noise, runs, len(cells), estimates, turned))
     return groups
 
 
@@ -185,12 +217,14 @@ def _nothing(a: Group, b: Group) -> Verdict:
     return Verdict(a.model, b.model, a.size, a.images, a.arm, (), INCONCLUSIVE, f"no training of {lacking} ended")
 
 
-def _differences(a: Group, b: Group) -> Iterator[Difference]:
-    sides = [{run.cell.seed: run.values for run in group.runs} for group in (a, b)]
+def _differences(a: Group, b: Group, rule: Rule) -> Iterator[Difference]:
+    sides = [{run.cell.seed: run for run in group.runs} for group in (a, b)]
+    both = sorted(set(sides[0]) & set(sides[1]))
     for measure in MEASURES:
-        seeds = tuple(sorted(s for s in set(sides[0]) & set(sides[1]) if all(measure in side[s] for side in sides)))
+        seeds = tuple(s for s in both if all(_measured(measure, side[s], rule) for side in sides))
         if seeds:
-            comparison = compare(*([side[seed][measure] for seed in seeds] for side in sides))
+            low, high = _limits(measure, sides[0][seeds[0]].cell.steps)
+            comparison = compare(*([side[seed].values[measure] for seed in seeds] for side in sides)).within(high - low)
             yield Difference(a.model, b.model, a.size, a.images, a.arm, a.noise, measure, seeds, comparison)
 
 
@@ -222,6 +256,8 @@ def as_tree(analysis: Analysis, summary: list[str]) -> dict[str, Any]:
         **study.stamp,
         **{key: study.facts[key] for key in ("command", "started", "machine", "data", "models", "match")},
         "config": study.config,
+        "arms": describe_arms(study.config, study.facts["data"]["img_size"]),
+        "code_of_trainings": study.codes,
         "summary": summary,
         "rule": asdict(analysis.rule),
         "cells": {
@@ -232,7 +268,8 @@ def as_tree(analysis: Analysis, summary: list[str]) -> dict[str, Any]:
         },
         "verdicts": [_plain_verdict(verdict) for verdict in analysis.verdicts],
         "estimates": [
-            {**_place(group), "seeds": group.seeds, **{key: asdict(e) for key, e in group.estimates.items()}}
+            {**_place(group), "seeds": group.seeds, "turned": group.turned}
+            | {key: asdict(e) for key, e in group.estimates.items()}
             for group in analysis.groups
         ],
         "differences": [

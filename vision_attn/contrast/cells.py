@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from vision_attn.contrast.config import TRIAL_SEED, ContrastConfig
-from vision_attn.contrast.results import Cell
+from vision_attn.contrast.config import ContrastConfig
+from vision_attn.contrast.results import TRIAL_SEED, Cell
 from vision_attn.contrast.subsets import subset_count
 
 

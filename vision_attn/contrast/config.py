@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,8 +16,6 @@ from vision_attn.errors import UserError, closest
 from vision_attn.training.optimizers import OptimizerConfig
 
 SIZES = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-TRIAL_SEED = 1000
-"""Seed of the trials that choose learning rates: none of the study's own, which count from 0."""
 _QUICK_STEPS = 150
 
 
@@ -115,10 +114,11 @@ class ContrastConfig:
         batch_size: images per step; all of a subset that is smaller.
         optimizer: of all models that have none of their own.
         learning_rates: tried for every model and size, once each, with a seed of its own, under the first arm; the
-            highest validation accuracy after the last step is taken.
+            one with the highest validation accuracy after the last step is taken, for all arms and for label noise.
         evaluations: along the trajectory, closer together at the beginning.
-        eval_images: most images of the training subset, and of the validation split, for each of these evaluations. The
-            last one takes all of the subset; the test set is always read whole, and once.
+        eval_images: most images of the training subset, and of the validation split, for each of these evaluations; the
+            measures after the last step take all of the subset. The test set is always taken whole, and evaluated
+            once, at the end, by the last and by the best weights.
         match: largest difference in parameters, and in multiply-accumulates, between the models: 0.25 allows a quarter
             more. False compares unequal models, and the report says so.
         threads: CPU threads of each training, whatever ``--jobs`` says: more or fewer would round differently.
@@ -219,7 +219,7 @@ class ContrastConfig:
 
     def arm(self, name: str, img_size: tuple[int, int]) -> Arm:
         """The settings of an arm for images of (H, W) pixels."""
-        return self.arm_settings[name] if name in self.arm_settings else ARMS[name](max(1, round(min(img_size) / 8)))
+        return self.arm_settings[name] if name in self.arm_settings else ARMS[name](_padding(img_size))
 
     def tree(self) -> dict[str, Any]:
         """The configuration as plain types."""
@@ -253,6 +253,24 @@ class ContrastConfig:
         rates = sorted(self.rates_of(model))
         middle = len(rates) // 2
         return dataclasses.replace(self.models[model], learning_rates=rates[middle : middle + 2])
+
+
+def describe_arms(tree: dict[str, Any], img_size: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """What the arms of a study are, built-in ones too, in plain types: arm -> ``augment label_smoothing weight_decay``.
+
+    Args:
+        tree: the configuration, as :meth:`ContrastConfig.tree` gives it.
+        img_size: (H, W) of the images; the built-in arms pad by an eighth of the side.
+    """
+    own = tree.get("arm_settings") or {}
+    padding = _padding(img_size)
+    built_in = {name: dataclasses.asdict(ARMS[name](padding)) for name in tree.get("arms", []) if name in ARMS}
+    found = {name: own.get(name) or built_in.get(name) for name in tree.get("arms", [])}
+    return json.loads(json.dumps({name: arm for name, arm in found.items() if arm}))
+
+
+def _padding(img_size: Sequence[int]) -> int:
+    return max(1, round(min(img_size) / 8))
 
 
 def _none(padding: int) -> Arm:

@@ -167,14 +167,23 @@ def depths(n: int) -> list[float]:
     return [0.5] if n == 1 else [i / (n - 1) for i in range(n)]
 
 
-def seed_words(seeds: Mapping[Any, Sequence[int]]) -> str:
-    """``seeds 0–4 (63, 126), 0–2 (others)`` in the shortest honest form."""
+def seed_words(seeds: Mapping[tuple[str, Any], Sequence[int]]) -> str:
+    """``seeds 0–4 (63, 126), 0, 2 (vit at 314), 0–2 (resnet at 314)`` in the shortest honest form.
+
+    Args:
+        seeds: (model, place, e.g. the number of images) -> the seeds of the trainings that ended.
+    """
+    places: dict[Any, dict[str, str]] = {}
+    for (model, place), found in seeds.items():
+        places.setdefault(place, {})[model] = _span(found)
     groups: dict[str, list[str]] = {}
-    for place, found in seeds.items():
-        place = f"{place:,}" if isinstance(place, int) else str(place)
-        spans = groups.setdefault(_span(found), [])
-        if place not in spans:
-            spans.append(place)
+    for place, spans in places.items():
+        name = f"{place:,}" if isinstance(place, int) else str(place)
+        if len(set(spans.values())) == 1:
+            groups.setdefault(next(iter(spans.values())), []).append(name)
+            continue
+        for model, span in spans.items():
+            groups.setdefault(span, []).append(f"{model} at {name}" if name else model)
     if len(groups) == 1:
         return f"seeds {next(iter(groups))}"
     return "seeds " + ", ".join(f"{span} ({', '.join(places)})" for span, places in groups.items())

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
-from vision_attn.contrast.config import TRIAL_SEED
 from vision_attn.contrast.measures import evaluation_steps
-from vision_attn.contrast.results import Cell
+from vision_attn.contrast.results import TRIAL_SEED, Cell
 from vision_attn.contrast.runner import Plan
+from vision_attn.contrast.subsets import subset_count
 from vision_attn.contrast.training import Training, Trainings
 
 _WARM_UP, _STEPS = 2, 5
@@ -57,7 +57,8 @@ def cell_seconds(plan: Plan, cell: Cell, speed: dict[tuple[str, str], tuple[floa
     """Estimated seconds of one cell."""
     trained, evaluated = images_seen(plan, cell)
     step, image = speed[cell.model, cell.arm]
-    full = trained / cell.steps / min(plan.config.batch_size, plan.cells[-1].images)  # a smaller batch is cheaper
+    largest = subset_count(len(plan.data.train), plan.config.sizes[-1])  # there the speed was measured
+    full = trained / cell.steps / min(plan.config.batch_size, largest)  # a smaller batch is cheaper
     return cell.steps * step * max(full, 0.2) + evaluated * image
 
 

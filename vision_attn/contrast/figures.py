@@ -71,7 +71,7 @@ def matched_gaps(analysis: Analysis) -> list[Panel]:
                 continue
             name = f"matched_gap-{arm}" + (f"-{a}-{b}" if len(pairs) > 1 else "")
             title = f"Gap at equal training loss, arm {arm}" + (f": {a}, {b}" if len(pairs) > 1 else "")
-            seeds = seed_words({v.images: list(v.seeds) for v in verdicts})
+            seeds = seed_words({(model, v.images): list(v.seeds) for v in verdicts for model in (a, b)})
             source = f"curves.csv: train_loss, val_loss, where arm = {arm}, noise = 0; {seeds}"
             alt = f"Validation loss minus training loss where {a} and {b} have the same training loss, arm {arm}."
             sketches.append(Sketch(name, title, alt, source, partial(_matched, analysis=analysis, verdicts=verdicts)))
@@ -87,8 +87,9 @@ def _matched(axis: Any, analysis: Analysis, verdicts: Sequence[Verdict]) -> None
         series(axis, [(dodge(n, role, many), values, mean_interval(values)) for n, values in found], model, role)
     for verdict in verdicts:
         if verdict.decided:
+            star = "★" if verdict.stands(analysis.rule.alpha) else "☆"
             at = {"xycoords": axis.get_xaxis_transform(), "ha": "center", "va": "bottom", "annotation_clip": False}
-            axis.annotate("✱", (verdict.images, 1.0), fontsize=9, color="#334155", **at)
+            axis.annotate(star, (verdict.images, 1.0), fontsize=9, color="#334155", **at)
     axis.set(ylabel="validation − training loss")
     _image_axis(axis, analysis)
 
@@ -123,6 +124,9 @@ def memorisation(analysis: Analysis) -> list[Panel]:
                 for role, model in enumerate(analysis.study.models):
                     mine = sorted((g for g in groups if g.model == model), key=lambda g: g.noise)
                     series(axis, [(100 * g.noise, g.values(measure), g.estimates[measure]) for g in mine], model, role)
+                if measure == "memorised":
+                    chance = 1 / int(analysis.study.facts["data"]["classes"])
+                    axis.axhline(chance, color="#64748B", lw=0.8, ls=":", label="guessing")
                 axis.set(xlabel="training labels shuffled", ylabel=label)
                 axis.xaxis.set_major_formatter("{x:.0f} %")
                 axis.set_xticks(sorted({100 * g.noise for g in groups}))
@@ -130,7 +134,7 @@ def memorisation(analysis: Analysis) -> list[Panel]:
                 axis.legend()
 
             name = f"noise_{measure}-{100 * size:g}pct-{arm}"
-            seeds = seed_words({f"{g.noise:.0%}": g.seeds for g in groups})
+            seeds = seed_words({(g.model, f"{g.noise:.0%}"): g.seeds for g in groups})
             source = f"runs.csv: {measure}, noise, where images = {images}, arm = {arm}; {seeds}"
             alt = f"{title} against the share of shuffled labels, {images:,} images, arm {arm}."
             sketches[measure].append(Sketch(name, f"{title}, {images:,} images, arm {arm}", alt, source, paint))
@@ -148,7 +152,7 @@ def trajectories(analysis: Analysis) -> list[Panel]:
             if not groups:
                 continue
             images = groups[0].images
-            seeds = seed_words({g.model: g.seeds for g in groups})
+            seeds = seed_words({(g.model, ""): g.seeds for g in groups})
             source = f"curves.csv: step, train_loss, val_loss, where images = {images}, arm = {arm}, noise = 0; {seeds}"
             alt = f"Training and validation loss against the optimizer step, {images:,} images, arm {arm}."
             title = f"{images:,} images, arm {arm}"
@@ -220,9 +224,16 @@ def reach(analysis: Analysis) -> list[Panel]:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc="upper left", fontsize=7.5)
 
-    source = "looks.json: attention_distance, receptive_field.distance; of each model the last training looked at"
+    source = f"looks.json: attention_distance, receptive_field.distance; {_looked_at(analysis)}"
     alt = "Mean attention distance per head and layer beside the effective receptive field of each block, in pixels."
     return draw([Sketch("reach", "Mean distance, layer by layer", alt, source, paint)], analysis.study.stamp)
+
+
+def _looked_at(analysis: Analysis) -> str:
+    """Which trainings the figure shows; studies of an earlier version cannot say."""
+    looks = analysis.study.looks
+    found = [f"{looks[m]['cell']}, seed {looks[m]['seed']}" for m in looks if "cell" in looks[m] and "seed" in looks[m]]
+    return "trainings " + "; ".join(found) if found else "one training of each model"
 
 
 # -- parts ------------------------------------------------------------------------------------------
@@ -235,7 +246,7 @@ def _per_arm(
     for arm in analysis.arms:
         groups = analysis.select(arm=arm, noise=0)
         if any(group.runs for group in groups):
-            seeds = seed_words({group.images: group.seeds for group in groups})
+            seeds = seed_words({(group.model, group.images): group.seeds for group in groups})
             source = f"runs.csv: {columns}, images, where arm = {arm}, noise = 0; {seeds}"
             shown = f"{alt[0].upper()}{alt[1:]}, arm {arm}."
             sketches.append(Sketch(f"{name}-{arm}", f"{title}, arm {arm}", shown, source, partial(paint, arm=arm)))

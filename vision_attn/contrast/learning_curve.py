@@ -31,6 +31,7 @@ class Fit:
         low: (m,) lower end of its 95 % band, or None.
         high: (m,) upper end, or None.
         at_edge: whether γ ended at the end of its range: the sizes do not determine it.
+        misfit: root mean square of the mean errors minus the curve, weighted as the fit is, 0 ... 1.
         note: limits, in words; empty when there is nothing to say.
     """
 
@@ -45,6 +46,7 @@ class Fit:
     low: list[float] | None
     high: list[float] | None
     at_edge: bool
+    misfit: float
     note: str
 
 
@@ -71,14 +73,19 @@ def fit_learning_curve(errors: Mapping[int, Sequence[float]], points: int = 60) 
     alpha, eta, gamma = (float(values[0]) for values in solve(images, means[None], weights))
     grid = np.geomspace(images[0], images[-1], points)
     error = alpha + eta * grid**gamma
-    notes = ["three sizes: the curve goes through all of them"] if len(sizes) == 3 else []
+    notes = ["three sizes for three numbers: the misfit is no test of the form"] if len(sizes) == 3 else []
     at_edge = bool(gamma in (GAMMAS[0], GAMMAS[-1]))
     if at_edge:
         notes.append("the sizes do not determine γ: it ended at the end of its range")
+    if alpha <= 0.0:
+        notes.append("α ended at 0, the end of its range: what no number of images removes is not determined")
+    misfit = float(np.sqrt(np.average((means - alpha - eta * images**gamma) ** 2, weights=weights)))
     if min(len(e) for e in sizes.values()) < 2:
         notes.append("a size has one seed: no band can be given")
         note = "; ".join(notes)
-        return Fit(alpha, eta, gamma, None, None, None, grid.tolist(), error.tolist(), None, None, at_edge, note)
+        return Fit(
+            alpha, eta, gamma, None, None, None, grid.tolist(), error.tolist(), None, None, at_edge, misfit, note
+        )
     drawn = solve(images, _resampled_means(sizes), weights)
     curves = drawn[0][:, None] + drawn[1][:, None] * grid ** drawn[2][:, None]
     ends = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
@@ -96,6 +103,7 @@ def fit_learning_curve(errors: Mapping[int, Sequence[float]], points: int = 60) 
         low=np.minimum(low, error).tolist(),
         high=np.maximum(high, error).tolist(),
         at_edge=at_edge,
+        misfit=misfit,
         note="; ".join(notes),
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Attention
-from vision_attn.contrast.subsets import StudyData
+from vision_attn.contrast.subsets import StudyData, sample_rows
 from vision_attn.data.augment import Augmenter
 from vision_attn.errors import UserError
 
@@ -19,7 +19,7 @@ _POINTWISE = (nn.BatchNorm2d, nn.LayerNorm, nn.Dropout, nn.Identity)
 
 
 def look(model: nn.Module, data: StudyData, augmenter: Augmenter, device: torch.device) -> dict[str, Any]:
-    """Both measures of a model, on the first images of the validation split.
+    """Both measures of a model, on images of the validation split, balanced over classes.
 
     Returns:
         ``kind`` (``attention`` or ``cnn``); ``unit``: pixels; ``images``: how many were looked at;
@@ -28,7 +28,7 @@ def look(model: nn.Module, data: StudyData, augmenter: Augmenter, device: torch.
     """
     from vision_attn.explain.distance import mean_attention_distance
 
-    rows = torch.arange(min(_IMAGES, len(data.val)))
+    rows = sample_rows(data.val, _IMAGES)
     images = augmenter.normalize(data.val.batch(rows)["image"].to(device))
     distances: dict[str, list[float]] | None = None
     attends = any(isinstance(module, Attention) for module in model.modules())

@@ -117,7 +117,7 @@ def check_match(config: ContrastConfig, sizes: list[Size], classes: int, img_siz
 def _proposal(
     config: ContrastConfig, sizes: list[Size], classes: int, img_size: tuple[int, int], tolerance: float
 ) -> str:
-    """For every model that differs from the first: which of the two to change, and how."""
+    """For every model that differs from the first: which of the two to change, and how; of three or more the other."""
     words = []
     first = sizes[0]
     for size in sizes[1:]:
@@ -125,7 +125,7 @@ def _proposal(
             continue
         found = [
             (changed.model, target.model, best, max(ratios([target, best])))
-            for changed, target in ((size, first), (first, size))
+            for changed, target in ((size, first), (first, size))[: 2 if len(sizes) == 2 else 1]
             if (best := propose(config.models[changed.model], target, classes, img_size)) is not None
         ]
         if not found:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from vision_attn.contrast.subsets import sample_rows
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.loader import EvalLoader
 from vision_attn.data.sets import MemorySet, StreamedSet
@@ -36,14 +37,14 @@ def predict(
         augmenter: normalises.
         device: where the model is.
         autocast: compute in bfloat16.
-        limit: only the first so many images.
+        limit: only so many images, balanced over classes and always the same, in their order.
         num_workers: processes that decode images which are not in memory.
 
     Returns:
         (N, classes) float32 and the labels (N,), both on the CPU.
     """
     if limit is not None and limit < len(images):
-        images = images.take(torch.arange(limit))
+        images = images.take(sample_rows(images, limit))
     was_training = model.training
     model.eval()
     logits, labels = [], []

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -44,6 +45,7 @@ class Pool:
         self.config, self.data_hash, self.jobs = config, data_hash, jobs
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[_Job] = []
+        self._alive: list[_Job] = []
         self._false_starts = 0
 
     def run(self, cells: list[Cell], started: Callable[[Cell], None]) -> Iterator[tuple[Cell, Outcome]]:
@@ -74,20 +76,27 @@ class Pool:
             self._idle = jobs
         finally:
             if not self._idle:
-                _stop(jobs)
+                self.close()
 
     def close(self) -> None:
         """End the processes."""
-        _stop(self._idle)
-        self._idle = []
+        for job in self._alive:
+            job.process.kill()
+        for job in self._alive:
+            job.process.join()
+            job.pipe.close()
+        self._idle, self._alive = [], []
 
     def _start(self) -> _Job:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(theirs, self.config, self.data_hash), daemon=True)
+        # not a daemon: those may not have the processes that decode images
+        process = self._context.Process(target=_work, args=(theirs, self.config, self.data_hash), daemon=False)
         with _environment(OMP_NUM_THREADS=str(self.config.threads)):
             process.start()
         theirs.close()
-        return _Job(process, ours)
+        job = _Job(process, ours)
+        self._alive.append(job)
+        return job
 
     def _replace(self, dead: _Job, others: list[_Job]) -> list[_Job]:
         """A job in place of one that was killed; none for one that could not even begin while others do the work.
@@ -138,14 +147,6 @@ def _death(process: BaseProcess) -> str:
     return f"the process was killed by {name}{hint}"
 
 
-def _stop(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.process.kill()
-    for job in jobs:
-        job.process.join()
-        job.pipe.close()
-
-
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
     """Variables that a process started inside the block finds from its first line on."""
@@ -161,9 +162,20 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _end_with_parent() -> None:
+    """A parent that was killed can stop nobody, and a training would go on for nothing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)  # what decodes images for this process notices by itself
+
+
 def _work(pipe: Connection, config: ContrastConfig, data_hash: str) -> None:
     """A job: reads the data once, then one cell after the other, until nobody listens any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # a job was spawned, and would spawn what decodes images for it: a new import of torch at every evaluation
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     from vision_attn.cli.quiet import quiet
     from vision_attn.contrast.training import Trainings
 

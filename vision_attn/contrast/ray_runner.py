@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vision_attn.contrast.config import ContrastConfig
@@ -15,7 +16,7 @@ from vision_attn.errors import UserError
 
 _ATTEMPTS = 2  # as in the pool of this machine
 _PATIENCE = 10.0  # seconds
-_AHEAD = 2  # cells handed over per core of the cluster; the others wait here, where their folders stay untouched
+_AHEAD = 2  # cells handed over per core or GPU of the cluster; the others wait here, where their folders stay untouched
 
 
 class RayPool:
@@ -24,6 +25,8 @@ class RayPool:
     The images travel to each node once, through Ray's object store; nodes need this package, but no data, unless an
     image folder is too large for memory: its paths must then be the same everywhere. A cell whose worker is killed is
     tried once again, on another worker. Results come back through Ray and are written here, so no node writes files.
+    With ``device: cuda``, or ``auto`` on a cluster that has GPUs, every cell gets a GPU of its own; this machine needs
+    none.
 
     Args:
         config: of the study.
@@ -31,7 +34,7 @@ class RayPool:
         address: of the cluster, e.g. ``auto``, ``ray://head:10001``, or ``local`` for a new one on this machine.
 
     Raises:
-        UserError: Ray is not installed, or no cluster answers.
+        UserError: Ray is not installed, no cluster answers, or it has no GPU although one was asked for.
     """
 
     def __init__(self, config: ContrastConfig, data: StudyData, address: str) -> None:
@@ -46,12 +49,21 @@ class RayPool:
             if not self._joined:
                 _knock(address)
                 ray.init(address=address, log_to_driver=False, include_dashboard=False)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"--ray {address}: no Ray cluster answers: {str(error).splitlines()[0]}") from error
-        self._shared = ray.put((config, data))
-        gpus = 1 if config.device.startswith("cuda") else 0
+            resources = ray.cluster_resources()
+            self._gpus = gpus_per_cell(config.device, resources)
+            self._shared = ray.put((config, data))
+        except UserError:
+            self.close()
+            raise
+        except Exception as error:  # Ray's own errors, its client's and gRPC's have no base in common
+            raise UserError(f"--ray {address}: no Ray cluster answers: {_first_line(error)}") from error
         # Ray would try again by itself, but then nobody would know that a worker was lost
-        self._task = ray.remote(num_cpus=config.threads, num_gpus=gpus, max_retries=0, max_calls=0)(_work)
+        self._task = ray.remote(num_cpus=config.threads, num_gpus=self._gpus, max_retries=0, max_calls=0)(_work)
+
+    @property
+    def device(self) -> str:
+        """Words for what cells run on."""
+        return f"{'GPUs' if self._gpus else 'CPUs'} of a Ray cluster"
 
     def run(self, cells: list[Cell], started: Callable[[Cell], None]) -> Iterator[tuple[Cell, Outcome]]:
         """See :class:`~vision_attn.contrast.runner.Executor`."""
@@ -73,9 +85,14 @@ class RayPool:
                         waiting.insert(0, cell)
                         continue
                     yield cell, outcome or Outcome(Result(cell, "failed", "its Ray worker was killed, twice"))
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise UserError(
+                f"the Ray cluster is lost: {_first_line(error)}. What has ended is kept; the same command goes on."
+            ) from error
         finally:
-            for reference in running:
-                ray.cancel(reference, force=True)
+            with contextlib.suppress(Exception):  # nothing is left to cancel where the cluster is lost
+                for reference in running:
+                    ray.cancel(reference, force=True)
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -83,8 +100,10 @@ class RayPool:
             self.ray.shutdown()
 
     def _room(self) -> int:
-        cores = int(self.ray.cluster_resources().get("CPU", 1))
-        return max(1, _AHEAD * cores // self.config.threads)
+        resources = self.ray.cluster_resources()
+        slots = int(resources.get("CPU", 1)) // self.config.threads
+        slots = min(slots, int(resources.get("GPU", 0))) if self._gpus else slots
+        return max(1, _AHEAD * slots)
 
     def _outcome(self, reference: Any, cell: Cell) -> Outcome | None:
         """What a cell gave; None when its worker died."""
@@ -94,8 +113,28 @@ class RayPool:
         except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError):
             return None
         except ray.exceptions.RayTaskError as error:
-            cause = str(error.cause or error).splitlines()[0]
+            cause = _first_line(error.cause or error)
             return Outcome(Result(cell, "failed", f"on its Ray node: {cause}"), trace=str(error))
+
+
+def gpus_per_cell(device: str, resources: Mapping[str, float]) -> int:
+    """0 or 1: what a cell asks Ray for.
+
+    Args:
+        device: of the configuration.
+        resources: of the cluster, as ``ray.cluster_resources()`` tells them.
+
+    Raises:
+        UserError: a GPU is asked for and there is none: cells would wait for ever.
+    """
+    there = resources.get("GPU", 0) >= 1
+    if device.startswith("cuda") and not there:
+        raise UserError(f"device {device}: the Ray cluster has no GPU; choose auto or cpu, or start a node with one.")
+    return int(there and device != "cpu")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _knock(address: str) -> None:

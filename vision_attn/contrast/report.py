@@ -8,6 +8,7 @@ from typing import Any
 from vision_attn.atomic import atomic_write_text
 from vision_attn.contrast import figures, tables
 from vision_attn.contrast.analysis import Analysis, analyse, as_tree
+from vision_attn.contrast.config import describe_arms
 from vision_attn.contrast.drawing import look_of, write_panels
 from vision_attn.contrast.results import Study, write_json
 from vision_attn.contrast.summary import summarise
@@ -26,7 +27,8 @@ _FIGURES = (
         "matched",
         "Gap at equal training loss",
         "Validation minus training loss where the trajectories first reach the lowest training loss that every seed of "
-        "both models reaches. ✱ marks sizes where one model overfits more.",
+        "both models reaches. ★ marks sizes where one model overfits more when all tests of the study are counted, ☆ "
+        "those where the difference is significant by itself only.",
         figures.matched_gaps,
     ),
     (
@@ -39,15 +41,17 @@ _FIGURES = (
     (
         "trajectories",
         "Along training",
-        "Validation loss (solid) and training loss (broken), a line per seed. A marker shows where a validation loss "
-        "turned, the dotted line the training loss at which gaps are compared. Smallest, middle and largest size of "
-        "every arm; all others are in curves.csv.",
+        "Validation loss (solid) and training loss (broken), a line per seed. A marker shows the lowest validation "
+        "loss where that is not the last one, the dotted line the training loss at which gaps are compared. Smallest, "
+        "middle and largest size of every arm; all others are in curves.csv.",
         figures.trajectories,
     ),
     (
         "noise",
         "Wrong labels",
-        "Part of the training labels was shuffled. A model that gives a wrong label back has memorised it.",
+        "Part of the training labels was shuffled so that none of them stayed right. Shown is the share of these wrong "
+        "labels that a model gives back. Memorising them is one reason, chance another: the dotted line is what "
+        "guessing gives back, 1 / classes; it is not subtracted.",
         figures.memorisation,
     ),
     (
@@ -124,6 +128,7 @@ def render(analysis: Analysis, summary: list[str], groups: list[dict[str, Any]])
         rule=rule_steps(analysis.rule),
         limits=limits(),
         protocol=protocol(analysis),
+        arms=tables.arms(describe_arms(study.config, study.facts["data"]["img_size"])),
         config=tables.config(study.config),
         command=study.facts["command"],
         identity=_identity(study),
@@ -157,6 +162,9 @@ def _warnings(analysis: Analysis) -> list[str]:
         warnings.append(f"Trainings that failed and are left out: {len(analysis.failed)}. Their reasons are below.")
     if any(len(group.runs) == 1 for group in analysis.groups):
         warnings.append("Where only one seed ended, no interval can be given, and no verdict.")
+    if len(study.codes) > 1:
+        made = "; ".join(f"{count} by {code or 'code that left no hash'}" for code, count in study.codes.items())
+        warnings.append(f"Not all trainings were made by the same code, so they may not compare: {made}.")
     match = study.facts["match"]
     tolerance = match.get("tolerance")
     if tolerance is False or any(match.get(k, 1) > 1 + float(tolerance or 0) for k in ("params_ratio", "macs_ratio")):
@@ -191,7 +199,7 @@ def _matrices(analysis: Analysis) -> list[dict[str, Any]]:
 def _cell(analysis: Analysis, verdict: Verdict) -> dict[str, str]:
     if verdict.decided:
         name = verdict.a if verdict.outcome == MORE else verdict.b
-        firm = verdict.p_study is not None and verdict.p_study <= analysis.rule.alpha
+        firm = verdict.stands(analysis.rule.alpha)
         tint, _ = look_of(analysis.study.models.index(name))
         return {"text": name, "kind": "firm" if firm else "own", "tint": tint, "reason": verdict.reason}
     if verdict.outcome == BOTH_UNDERFIT:
@@ -205,6 +213,8 @@ def _identity(study: Study) -> list[tuple[str, str]]:
         ("version", f"vision_attn {study.facts['version']}"),
         ("configuration hash", str(study.facts["config_hash"])),
         ("data hash", str(study.facts["data_hash"])),
+        ("code of the trainings", ", ".join(code or "not recorded" for code in study.codes) or "–"),
+        ("code of this page", study.stamp["code"]),
         ("started", str(study.facts["started"])),
         *((str(key), str(value)) for key, value in machine.items()),
     ]

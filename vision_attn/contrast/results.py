@@ -8,9 +8,11 @@
     cells/<id>/curve.csv   evaluations along the trajectory
     cells/<id>/result.json how it ended; written last, so a cell without it was not finished
     cells/<id>/looks.json  where its attention or its receptive field reaches (some cells)
+    cells/<id>/error.txt   where an unexpected error came from
     learning_rates.csv, runs.csv, curves.csv, looks.json, contrast.json, report.html, figures/
 
-Every JSON file carries ``config_hash``, ``data_hash`` and ``version``, every CSV file a column for each.
+Every JSON file carries ``config_hash``, ``data_hash``, ``version`` and ``code`` (a hash of the sources), every CSV file
+a column for each. Files of older studies have no ``code``; it may differ between cells, the others may not.
 """
 
 from __future__ import annotations
@@ -19,16 +21,24 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from vision_attn.atomic import atomic_write_text
+from vision_attn.contrast.identity import code_hash
 from vision_attn.errors import UserError
 
-STAMP = ("config_hash", "data_hash", "version")
+IDENTITY = ("config_hash", "data_hash", "version")
+"""What all files of a study have in common."""
+STAMP = (*IDENTITY, "code")
 CURVE = ("step", "train_loss", "train_acc", "val_loss", "val_acc")
+TRIAL_SEED = 1000
+"""Seed of the trials that choose learning rates: none of the study's own, which count from 0."""
+_MEASURED = ("train_acc", "train_loss", "val_acc", "val_loss", "turn_step", "turn_loss", "turn_rise")
+_TESTED = ("test_acc", "test_loss", "gap_acc", "gap_loss", "ece")
 CELL_COLUMNS = ("id", "model", "role", "size", "images", "arm", "noise", "seed", "lr", "steps")
 
 
@@ -74,16 +84,19 @@ class Result:
 
             ``train_acc train_loss``: on the training subset with the labels it was trained with;
             ``train_clean_acc train_clean_loss``: with the true labels (the same where nothing was shuffled);
-            ``val_acc val_loss test_acc test_loss``; ``gap_acc`` = train − test; ``gap_loss`` = test − train;
+            ``val_acc val_loss test_acc test_loss``; ``gap_acc`` = train − test; ``gap_loss`` = test − train (with wrong
+            labels these compare given labels with true ones, so the report leaves them out there);
             ``turn_step``: the evaluated step with the lowest validation loss; ``turn_loss`` that loss; ``turn_rise``:
             the last validation loss minus it; ``ece``: expected calibration error on the test set, 15 bins;
-            ``memorised``: share of the wrong training labels that the model gives back (only with noise);
+            ``memorised``: share of the wrong training labels that the model gives back (only with noise; guessing
+            gives back 1 / classes of them);
             ``best_step best_val_acc best_val_loss best_test_acc best_test_loss``: of the evaluated step with highest
             validation accuracy, as with early stopping;
             ``params macs steps seconds``. ``seconds`` is the only one that a second run does not repeat.
         curve: rows ``step train_loss train_acc val_loss val_acc`` along the trajectory, measured in the same way; the
-            training images among them are the first ``eval_images`` of the subset, so the last row's training values
-            may differ a little from ``train_acc``, which counts all.
+            training images among them are ``eval_images`` of the subset, balanced over classes, so the last row's
+            training values may differ a little from ``train_acc``, which counts all.
+        code: hash of the sources that made it; empty in older studies. Not compared: the numbers are what counts.
     """
 
     cell: Cell
@@ -91,6 +104,7 @@ class Result:
     reason: str = ""
     values: dict[str, float] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
+    code: str = field(default="", compare=False)
 
     @property
     def done(self) -> bool:
@@ -113,7 +127,8 @@ class Study:
         cells: all cells of the grid, finished or not.
         results: of the cells that ended, done or failed, in the order of the grid.
         looks: see ``looks.json``: model -> ``kind``, ``attention_distance`` (layer -> one number per head, pixels) or
-            None, ``receptive_field`` (list of ``layer``, ``distance``, ``radius``, pixels).
+            None, ``receptive_field`` (list of ``layer``, ``distance``, ``radius``, pixels), ``cell`` and ``seed``: of
+            which training.
         learning_rates: one row per trial: ``model size arm lr val_acc val_loss status chosen at_edge``.
     """
 
@@ -127,8 +142,14 @@ class Study:
 
     @property
     def stamp(self) -> dict[str, str]:
-        """Configuration hash, data hash and version: what every file of the study carries."""
-        return {key: str(self.facts[key]) for key in STAMP}
+        """Configuration hash, data hash, version, and the code that writes now: what every file carries."""
+        return {**{key: str(self.facts[key]) for key in IDENTITY}, "code": code_hash()}
+
+    @property
+    def codes(self) -> dict[str, int]:
+        """Hash of the sources -> how many trainings, trials among them, were made by these; "" where none is known."""
+        made = [result.code for result in self.results] + [str(row.get("code", "")) for row in self.learning_rates]
+        return dict(Counter(made))
 
     @property
     def models(self) -> list[str]:
@@ -144,23 +165,25 @@ class Study:
     def frame(self) -> list[dict[str, Any]]:
         """One flat row per result, the rows of ``runs.csv``: cell, status, reason, values, stamp."""
         return [
-            {**asdict(r.cell), "status": r.status, "reason": r.reason, **r.values, **self.stamp} for r in self.results
+            {**asdict(r.cell), "status": r.status, "reason": r.reason, **r.values, **self.stamp, "code": r.code}
+            for r in self.results
         ]
 
     def curve_frame(self) -> list[dict[str, Any]]:
         """One flat row per evaluation along a trajectory, the rows of ``curves.csv``."""
         keys = ("id", "model", "size", "arm", "noise", "seed")
         return [
-            {**{key: getattr(result.cell, key) for key in keys}, **row, **self.stamp}
+            {**{key: getattr(result.cell, key) for key in keys}, **row, **self.stamp, "code": result.code}
             for result in self.results
             for row in result.curve
         ]
 
     def write_tables(self) -> None:
         """``runs.csv``, ``curves.csv``, ``learning_rates.csv`` and ``looks.json``."""
-        write_csv(self.folder / "runs.csv", self.frame())
-        write_csv(self.folder / "curves.csv", self.curve_frame())
-        write_csv(self.folder / "learning_rates.csv", [{**row, **self.stamp} for row in self.learning_rates])
+        rates = [{**row, **self.stamp, "code": row.get("code", "")} for row in self.learning_rates]
+        tables = {"runs": self.frame(), "curves": self.curve_frame(), "learning_rates": rates}
+        for name, rows in tables.items():
+            write_csv(self.folder / f"{name}.csv", rows or [self.stamp])
         write_json(self.folder / "looks.json", {"models": self.looks, **self.stamp})
 
 
@@ -175,7 +198,8 @@ def write_cell(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> None:
 def write_result(folder: Path, result: Result, stamp: Mapping[str, str], looks: dict[str, Any] | None = None) -> None:
     """Write what a cell gave; ``result.json`` comes last and makes it valid."""
     place = folder / result.cell.id
-    write_csv(place / "curve.csv", [{**row, **stamp} for row in result.curve], (*CURVE, *STAMP))
+    # a training that failed before its first evaluation has one row, of nothing but the stamp
+    write_csv(place / "curve.csv", [{**row, **stamp} for row in result.curve or [{}]], (*CURVE, *STAMP))
     if looks is not None:
         write_json(place / "looks.json", {**looks, **stamp})
     tree = {"status": result.status, "reason": result.reason, "values": result.values, **stamp}
@@ -200,12 +224,18 @@ def read_result(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> Result | 
     if {key: kept.get(key) for key in CELL_COLUMNS} != asdict(cell):
         raise UserError(f"{place / 'cell.json'} describes another training than the study. {broken_cell(place)}")
     tree = read_json(place / "result.json", broken_cell(place))
-    if any(tree.get(key) != stamp[key] for key in STAMP):
+    if any(tree.get(key) != stamp[key] for key in IDENTITY):
         raise UserError(f"{place / 'result.json'} belongs to another study or version. {broken_cell(place)}")
     values = tree.get("values")
     if tree.get("status") not in ("done", "failed") or not isinstance(values, dict) or not _all_numbers(values):
         raise UserError(f"{place / 'result.json'} is incomplete. {broken_cell(place)}")
-    return Result(cell, tree["status"], str(tree.get("reason", "")), values, _read_curve(place))
+    curve = _read_curve(place)
+    if tree["status"] == "done":
+        needed = _MEASURED if cell.seed == TRIAL_SEED else (*_MEASURED, *_TESTED)
+        lacking = [key for key in needed if key not in values] or ([] if curve else ["a curve"])
+        if lacking:
+            raise UserError(f"{place / 'result.json'} says done but lacks {', '.join(lacking)}. {broken_cell(place)}")
+    return Result(cell, tree["status"], str(tree.get("reason", "")), values, curve, str(tree.get("code", "")))
 
 
 def read_looks(folder: Path, cell: Cell) -> dict[str, Any] | None:
@@ -214,6 +244,12 @@ def read_looks(folder: Path, cell: Cell) -> dict[str, Any] | None:
     if not path.exists():
         return None
     return {key: value for key, value in read_json(path, broken_cell(path.parent)).items() if key not in STAMP}
+
+
+def write_trace(folder: Path, cell: Cell, trace: str, stamp: Mapping[str, str]) -> None:
+    """``error.txt``: where an unexpected error came from."""
+    head = "".join(f"# {key}: {value}\n" for key, value in stamp.items())
+    atomic_write_text(folder / cell.id / "error.txt", head + trace)
 
 
 def broken_cell(place: Path) -> str:
@@ -229,7 +265,8 @@ def _read_curve(place: Path) -> list[dict[str, float]]:
     path = place / "curve.csv"
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return [{key: float(row[key]) for key in CURVE} for row in csv.DictReader(file)]
+            rows = [row for row in csv.DictReader(file) if row[CURVE[0]] != ""]
+        return [{key: float(row[key]) for key in CURVE} for row in rows]
     except (OSError, UnicodeDecodeError, csv.Error, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is broken. {broken_cell(place)}") from error
 
@@ -248,13 +285,13 @@ def load_study(folder: str | Path) -> Study:
     cells = [Cell(**row) for row in facts.pop("cells")]
     trials = [Cell(**row) for row in facts.pop("trials")]
     config = facts.pop("config")
-    stamp = {key: facts[key] for key in STAMP}
+    stamp = {key: facts[key] for key in IDENTITY}
     ended = [read_result(folder / "cells", cell, stamp) for cell in cells]
     results = [result for result in ended if result is not None]
     looks = {}
     for result in results:
         if (seen := read_looks(folder / "cells", result.cell)) is not None:
-            looks[result.cell.model] = seen
+            looks[result.cell.model] = {**seen, "cell": result.cell.id, "seed": result.cell.seed}
     tried = [read_result(folder / "trials", cell, stamp) for cell in trials]
     rates = rate_table([result for result in tried if result is not None])
     return Study(folder, config, facts, cells, results, looks, rates)
@@ -270,7 +307,7 @@ def read_study_json(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{folder} holds no study: there is no study.json. `vision-attn contrast --output` makes one.")
     tree = read_json(path, "The study cannot be read without it; take another --output to start anew.")
-    lacking = [key for key in (*STAMP, "config", "cells", "trials", "models") if key not in tree]
+    lacking = [key for key in (*IDENTITY, "config", "cells", "trials", "models") if key not in tree]
     known = {f.name for f in fields(Cell)}
     rows = [row for key in ("cells", "trials") for row in tree.get(key, [])]
     if lacking or any(set(row) != known for row in rows):
@@ -308,7 +345,7 @@ def rate_table(trials: list[Result]) -> list[dict[str, Any]]:
             {key: getattr(cell, key) for key in ("model", "size", "images", "arm", "seed", "lr", "steps")}
             | {key: trial.values.get(key, "") for key in ("val_acc", "val_loss")}
             | {"status": trial.status, "reason": trial.reason, "chosen": best}
-            | {"at_edge": best and len(tried) > 1 and cell.lr in (min(tried), max(tried))}
+            | {"at_edge": best and len(tried) > 1 and cell.lr in (min(tried), max(tried)), "code": trial.code}
         )
     return rows
 

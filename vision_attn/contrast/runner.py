@@ -19,8 +19,10 @@ from vision_attn import __version__
 from vision_attn.atomic import atomic_write_text
 from vision_attn.contrast.cells import plan_cells, plan_trials
 from vision_attn.contrast.config import ContrastConfig
+from vision_attn.contrast.identity import code_hash
 from vision_attn.contrast.matching import Size, check_match, measure_models
 from vision_attn.contrast.results import (
+    IDENTITY,
     STAMP,
     Cell,
     Result,
@@ -32,6 +34,7 @@ from vision_attn.contrast.results import (
     write_cell,
     write_json,
     write_result,
+    write_trace,
 )
 from vision_attn.contrast.subsets import StudyData, check_subsets, load_data
 from vision_attn.contrast.training import Outcome, pick_device
@@ -73,7 +76,7 @@ class Plan:
     @property
     def stamp(self) -> dict[str, str]:
         """What every file of the study carries."""
-        return dict(zip(STAMP, (self.config.hash(), self.data.hash, __version__), strict=True))
+        return dict(zip(STAMP, (self.config.hash(), self.data.hash, __version__, code_hash()), strict=True))
 
 
 def make_plan(config: ContrastConfig) -> Plan:
@@ -90,15 +93,19 @@ def make_plan(config: ContrastConfig) -> Plan:
     return Plan(config, data, models, match, plan_trials(config, total), plan_cells(config, total, {}))
 
 
-def machine_facts(config: ContrastConfig) -> dict[str, Any]:
-    """What of the machine numbers and times depend on; it is not named."""
-    device = pick_device(config.device)
+def machine_facts(config: ContrastConfig, device: str | None = None) -> dict[str, Any]:
+    """What of the machine numbers and times depend on; it is not named.
+
+    Args:
+        config: of the study.
+        device: words for the device of the cells, where they run elsewhere.
+    """
     return {
         "system": platform.system(),
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "threads": config.threads,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device or _device_name(pick_device(config.device)),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -115,6 +122,10 @@ def default_jobs(config: ContrastConfig) -> int:
     return jobs if pick_device(config.device).type == "cpu" else min(jobs, _GPU_JOBS)
 
 
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -126,7 +137,7 @@ def _cpu_name() -> str:
 # -- the folder -------------------------------------------------------------------------------------
 
 
-def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
+def open_folder(folder: Path, plan: Plan, command: str, settings: str, device: str | None = None) -> bool:
     """Make the study's folder, or find the same study in it.
 
     Args:
@@ -134,6 +145,7 @@ def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
         plan: of the study.
         command: that runs it, kept in ``study.json``.
         settings: the configuration as YAML that ``--config`` takes, kept in ``config.yaml``.
+        device: words for the device of the cells, where they run elsewhere.
 
     Returns:
         Whether the study was there already.
@@ -152,7 +164,7 @@ def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
         **plan.stamp,
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine_facts(plan.config),
+        "machine": machine_facts(plan.config, device),
         "data": plan.data.facts(plan.config.data.name),
         "models": [asdict(size) for size in plan.models],
         "match": plan.match,
@@ -163,6 +175,17 @@ def open_folder(folder: Path, plan: Plan, command: str, settings: str) -> bool:
     write_json(folder / "study.json", tree)
     atomic_write_text(folder / "config.yaml", settings)
     return False
+
+
+def other_code(folder: Path) -> str:
+    """A warning when the study in ``folder`` was begun by other sources than these; empty otherwise."""
+    begun = str(read_study_json(folder).get("code", ""))
+    if begun == code_hash():
+        return ""
+    return (
+        f"warning: the study in {folder} was begun by other code ({begun or 'not recorded'}, now {code_hash()}): cells "
+        "that are still to be trained may not compare with those that are done. The report will say so."
+    )
 
 
 @contextlib.contextmanager
@@ -188,7 +211,7 @@ def claimed(folder: Path) -> Iterator[None]:
 def _check_same(folder: Path, plan: Plan) -> None:
     there = read_study_json(folder)
     stamp = plan.stamp
-    changed = [key for key in STAMP if there[key] != stamp[key]]
+    changed = [key for key in IDENTITY if there[key] != stamp[key]]
     if not changed:
         return
     advice = "Nothing was changed there; give this study a folder of its own with --output."
@@ -241,6 +264,11 @@ def run_study(
     if tree["cells"] != [asdict(cell) for cell in cells]:
         write_json(folder / "study.json", {**tree, "cells": [asdict(cell) for cell in cells]})
     _run_missing(folder / "cells", cells, executor, stamp, note, _failed if retry_failed else _none)
+    return report_study(folder)
+
+
+def report_study(folder: Path) -> Study:
+    """Write tables and report of a study, finished or not."""
     study = load_study(folder)
     study.write_tables()
     report(study)
@@ -263,9 +291,11 @@ def _run_missing(
         note(result.cell, result, False)
     missing = [cell for cell in cells if cell.id not in results]
     for cell, outcome in executor.run(missing, lambda cell: _start(place, cell, stamp)):
-        write_result(place, outcome.result, stamp, outcome.looks)
+        made = {**stamp, "code": outcome.code or stamp["code"]}  # a process elsewhere may have other sources
+        outcome.result.code = made["code"]
         if outcome.trace:
-            atomic_write_text(place / cell.id / "error.txt", outcome.trace)
+            write_trace(place, cell, outcome.trace, made)
+        write_result(place, outcome.result, made, outcome.looks)
         results[cell.id] = outcome.result
         note(cell, outcome.result, True)
     return [results[cell.id] for cell in cells]

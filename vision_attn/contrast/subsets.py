@@ -17,6 +17,7 @@ from vision_attn.data.sets import MemorySet, StreamedSet, balanced_order, hash_s
 from vision_attn.errors import UserError
 
 _WRONG_LABELS = 0x1ABE1  # tells this use of a seed apart from all others
+_SAMPLE = 0x5A4B1E
 _SHUFFLES = 1000
 
 
@@ -150,6 +151,16 @@ def training_images(data: StudyData, size: float, noise: float, seed: int) -> tu
     if noise == 0:
         return part, true
     return _with_labels(part, shuffle_labels(true, part.ids, noise, seed)), true
+
+
+def sample_rows(images: MemorySet | StreamedSet, count: int) -> Tensor:
+    """Rows of ``count`` images balanced over classes, the same ones every time, in the set's own order.
+
+    The first ones would not do: image folders come class by class.
+    """
+    if count >= len(images):
+        return torch.arange(len(images))
+    return balanced_order(images.labels, images.ids, _SAMPLE)[:count].sort().values
 
 
 def shuffle_labels(labels: Tensor, ids: Tensor, share: float, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vision_attn.contrast.analysis import Analysis
+from vision_attn.contrast.analysis import Analysis, Group
 from vision_attn.contrast.statistics import Comparison, Estimate
 from vision_attn.contrast.verdict import INCONCLUSIVE, Verdict
 
@@ -45,9 +45,9 @@ def verdicts(analysis: Analysis) -> Table:
     columns = [
         *(_columns("models", number=False) if several else []),
         *_columns("verdict", "arm", number=False),
-        *_columns(
-            "images", "at loss", "Δ gap, loss", "Δ gap, accuracy", "Δ rise", "Δ plain gap", "p", "p, all", "pairs"
-        ),
+        *_columns("images", "at loss"),
+        *_columns("at steps", number=False),
+        *_columns("Δ gap, loss", "Δ gap, accuracy", "Δ rise", "Δ plain gap", "p", "p, all", "pairs"),
         *_columns("remark", number=False),
     ]
     rows = [
@@ -57,6 +57,7 @@ def verdicts(analysis: Analysis) -> Table:
             Entry(v.arm),
             _count(v.images),
             _number(v.loss, ".3g"),
+            Entry(_steps(v)),
             _difference(v.gap_loss, "+.3f"),
             _difference(v.gap_acc, "+points"),
             _difference(v.rise, "+.3f"),
@@ -69,7 +70,20 @@ def verdicts(analysis: Analysis) -> Table:
         for v in sorted(analysis.verdicts, key=lambda v: (v.a, v.b, analysis.arms.index(v.arm), v.size))
     ]
     which = "first minus second model" if several or not pairs else f"{pairs[0][0]} minus {pairs[0][1]}"
-    return Table(columns, rows, f"Differences, {which}, with 95 % intervals; losses in nats, accuracies in points")
+    return Table(
+        columns,
+        rows,
+        f"Differences, {which}, with 95 % intervals; losses in nats, accuracies in points. At steps: where the first "
+        "and the second model reach that loss, mean over seeds",
+    )
+
+
+def _steps(verdict: Verdict) -> str:
+    """Mean steps at which the two models reach the loss where they are compared, ``310, 95``."""
+    if not verdict.matched:
+        return "–"
+    steps = [[at["step"] for at in verdict.matched[model].values()] for model in (verdict.a, verdict.b)]
+    return " / ".join(f"{sum(side) / len(side):,.0f}" for side in steps)
 
 
 def verdict_words(verdict: Verdict) -> str:
@@ -93,16 +107,19 @@ def results(analysis: Analysis) -> Table:
     """Means and intervals of every measure."""
     columns = [
         *_columns("model", "arm", number=False),
-        *_columns("images", "wrong labels", "training", "validation", "test", "gap", "training loss", "test loss"),
-        *_columns("turn at step", "rise", "calibration", "memorised", "seeds"),
+        *_columns("images", "wrong labels", "training", "training, true labels", "validation", "test", "gap"),
+        *_columns("training loss", "test loss", "turned", "turn at step", "rise", "calibration", "memorised", "seeds"),
     ]
-    keys = {
+    before = {
         "train_acc": "percent",
+        "train_clean_acc": "percent",
         "val_acc": "percent",
         "test_acc": "percent",
         "gap_acc": "points",
         "train_loss": ".3g",
         "test_loss": ".3g",
+    }
+    after = {
         "turn_step": ".0f",
         "turn_rise": ".3g",
         "ece": "percent",
@@ -114,12 +131,19 @@ def results(analysis: Analysis) -> Table:
             Entry(g.arm),
             _count(g.images),
             _number(g.noise, "share"),
-            *(_estimate(g.estimates.get(key), style) for key, style in keys.items()),
+            *(_estimate(_shown(g, key), style) for key, style in before.items()),
+            Entry(f"{g.turned} of {len(g.runs)}", sort=g.turned / len(g.runs)) if g.runs else Entry("–"),
+            *(_estimate(_shown(g, key), style) for key, style in after.items()),
             Entry(f"{len(g.runs)} of {g.planned}" if len(g.runs) < g.planned else str(g.planned), sort=len(g.runs)),
         ]
         for g in sorted(analysis.groups, key=lambda g: (g.noise > 0, analysis.arms.index(g.arm), g.size, g.noise))
     ]
     return Table(columns, rows)
+
+
+def _shown(group: Group, key: str) -> Estimate | None:
+    """An estimate, where it says something of its own."""
+    return None if key == "train_clean_acc" and group.noise == 0 else group.estimates.get(key)
 
 
 def runs(analysis: Analysis) -> Table:
@@ -151,7 +175,7 @@ def runs(analysis: Analysis) -> Table:
 def rates(analysis: Analysis) -> Table:
     """The trials that chose the learning rates."""
     columns = [
-        *_columns("model", number=False),
+        *_columns("model", "arm", number=False),
         *_columns("images", "lr", "validation", "validation loss"),
         *_columns("chosen", "status", number=False),
     ]
@@ -162,6 +186,7 @@ def rates(analysis: Analysis) -> Table:
         rows.append(
             [
                 Entry(str(row["model"])),
+                Entry(str(row.get("arm", "–"))),
                 _count(int(row["images"])),
                 _number(row["lr"], ".3g"),
                 _number(accuracy, "percent"),
@@ -175,21 +200,33 @@ def rates(analysis: Analysis) -> Table:
 
 def fits(analysis: Analysis) -> Table:
     """Parameters of the learning curves."""
-    columns = [*_columns("model", "arm", number=False), *_columns("α", "η", "γ"), *_columns("limits", number=False)]
+    columns = [*_columns("model", "arm", number=False), *_columns("α", "η", "γ", "misfit")]
+    columns += _columns("limits", number=False)
     rows = []
     for curve in analysis.fits:
         if (fit := curve.fit) is None:
             rows.append(
-                [Entry(curve.model), Entry(curve.arm), *[_number(None, "")] * 3, Entry(f"no fit: {curve.reason}")]
+                [Entry(curve.model), Entry(curve.arm), *[_number(None, "")] * 4, Entry(f"no fit: {curve.reason}")]
             )
             continue
         found = ((fit.alpha, fit.alpha_range), (fit.eta, fit.eta_range), (fit.gamma, fit.gamma_range))
-        entries = [
-            Entry(_minus(f"{value:.3g}"), f"[{ends[0]:.3g}, {ends[1]:.3g}]" if ends else "", value)
-            for value, ends in found
-        ]
-        rows.append([Entry(curve.model), Entry(curve.arm), *entries, Entry(fit.note)])
-    return Table(columns, rows, "Learning curves e(n) = α + η·n^γ, with 95 % ranges over resampled seeds")
+        entries = [Entry(show(value, ".3g"), _range(ends, ".3g"), value) for value, ends in found]
+        misfit = _number(fit.misfit, "points")
+        rows.append([Entry(curve.model), Entry(curve.arm), *entries, misfit, Entry(fit.note)])
+    return Table(
+        columns,
+        rows,
+        "Learning curves e(n) = α + η·n^γ, with 95 % ranges over resampled seeds; misfit: root mean square of mean "
+        "errors minus the curve, in points",
+    )
+
+
+def arms(settings: dict[str, dict[str, Any]]) -> Table:
+    """Every setting of every arm, side by side."""
+    leaves = {arm: dict(_leaves(tree)) for arm, tree in settings.items()}
+    names = dict.fromkeys(name for tree in leaves.values() for name in tree)
+    rows = [[Entry(name), *(Entry(tree.get(name, "–")) for tree in leaves.values())] for name in names]
+    return Table(_columns("setting", *leaves, number=False), rows, "Settings of the regularisation arms")
 
 
 def failed(analysis: Analysis) -> Table:
@@ -269,4 +306,4 @@ def show(value: float, style: str, unit: bool = True) -> str:
 
 
 def _minus(text: str) -> str:
-    return text.replace("-", "−") if "e-" not in text else text
+    return text.replace("-", "−")

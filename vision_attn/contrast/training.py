@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.contrast.cells import shows_looks
-from vision_attn.contrast.config import TRIAL_SEED, Arm, ContrastConfig
+from vision_attn.contrast.config import Arm, ContrastConfig
+from vision_attn.contrast.identity import code_hash
 from vision_attn.contrast.measures import (
     accuracy_and_loss,
     best_row,
@@ -26,8 +27,8 @@ from vision_attn.contrast.measures import (
     predict,
     turning_point,
 )
-from vision_attn.contrast.results import Cell, Result
-from vision_attn.contrast.subsets import StudyData, load_data, training_images
+from vision_attn.contrast.results import TRIAL_SEED, Cell, Result
+from vision_attn.contrast.subsets import StudyData, load_data, sample_rows, training_images
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.loader import TrainLoader
 from vision_attn.data.sets import MemorySet, StreamedSet
@@ -57,11 +58,13 @@ class Outcome:
         result: its measures, or why there are none.
         looks: where its attention or its receptive field reaches; for some cells only.
         trace: where an unexpected error came from.
+        code: hash of the package's sources in the process that ran the cell.
     """
 
     result: Result
     looks: dict[str, Any] | None = None
     trace: str = ""
+    code: str = ""
 
 
 def pick_device(name: str) -> torch.device:
@@ -104,7 +107,7 @@ class Trainings:
     def __init__(self, config: ContrastConfig, data_hash: str | None = None, data: StudyData | None = None) -> None:
         torch.set_num_threads(config.threads)
         keep_freed_memory()
-        self.config, self.device = config, pick_device(config.device)
+        self.config, self.device, self.code = config, pick_device(config.device), code_hash()
         if self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not repeatable
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -114,7 +117,9 @@ class Trainings:
 
     def run(self, cell: Cell) -> Outcome:
         """See :func:`run_cell`."""
-        return run_cell(self.config, self.data, cell, self.device)
+        outcome = run_cell(self.config, self.data, cell, self.device)
+        outcome.code = self.code
+        return outcome
 
 
 def run_cell(config: ContrastConfig, data: StudyData, cell: Cell, device: torch.device) -> Outcome:
@@ -155,7 +160,7 @@ class Training:
         self.model.to(device, memory_format=torch.channels_last if self.channels_last else torch.preserve_format)  # type: ignore[call-overload]
         self.augmenter: Augmenter = data.augmenter(self.arm, cell.seed, self.channels_last)
         if hasattr(self.model, "init_whitening"):
-            rows = torch.arange(min(_WHITENING_IMAGES, len(self.images)))
+            rows = sample_rows(self.images, _WHITENING_IMAGES)
             self.model.init_whitening(self.augmenter.normalize(self.images.batch(rows)["image"].to(device)))  # type: ignore[operator]
         self.curve: list[dict[str, float]] = []
         self.best: dict[str, Tensor] = {}
@@ -235,7 +240,7 @@ class Training:
     # -- measuring ------------------------------------------------------------------------------------
 
     def predict(self, images: MemorySet | StreamedSet, limit: int | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and labels of the first ``limit`` images, see :func:`~vision_attn.contrast.measures.predict`."""
+        """Logits and labels of all images or ``limit`` of them, see :func:`~vision_attn.contrast.measures.predict`."""
         return predict(
             self.model,
             images,
@@ -271,7 +276,7 @@ class Training:
         return values
 
     def _test(self, train_acc: float, train_loss: float) -> dict[str, float]:
-        """The test set, read once: by the last weights and by the best ones of the trajectory."""
+        """The test set, evaluated once, at the end: by the last weights and by the best ones of the trajectory."""
         logits, labels = self.predict(self.data.test)
         values = accuracy_and_loss(logits, labels, "test")
         values |= {"gap_acc": train_acc - values["test_acc"], "gap_loss": values["test_loss"] - train_loss}

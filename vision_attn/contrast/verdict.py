@@ -2,7 +2,7 @@
 
 The gap between training and test accuracy alone misleads: a model that cannot fit its training images has hardly any
 gap. A ViT with 53.5 % training and 49.6 % test accuracy on 5,000 CIFAR-10 images has a smaller gap than a CNN with
-80.2 % and 70.8 % (figures from https://soveshmohapatra.com/projects/vits-benchmark), and is worse at everything. So the
+80.2 % and 70.8 % (figures from https://soveshmohapatra.com/projects/vits-benchmark), and is worse at both. So the
 rule asks in this order:
 
 1. Fewer than two pairs of seeds: **inconclusive**.
@@ -105,6 +105,10 @@ class Verdict:
         """Whether one model overfits more."""
         return self.outcome in (MORE, LESS)
 
+    def stands(self, alpha: float) -> bool:
+        """Whether one model overfits more even when all tests of the study are counted."""
+        return self.decided and self.p_study is not None and self.p_study <= alpha
+
 
 def judge(a: Sequence[Result], b: Sequence[Result], classes: int, rule: Rule | None = None) -> Verdict:
     """The verdict about two models at one size under one arm.
@@ -127,11 +131,14 @@ def judge(a: Sequence[Result], b: Sequence[Result], classes: int, rule: Rule | N
         many = "no pair of seeds ended" if not seeds else "only one pair of seeds ended: no interval can be given"
         return Verdict(*place, INCONCLUSIVE, many)
     low = tuple(side[0].cell.model for side in pairs if _underfits(side, rule))
-    naive = compare(*([r.values["gap_acc"] for r in side] for side in pairs))
+    naive = compare(*([r.values["gap_acc"] for r in side] for side in pairs)).within(2.0)
     verdict = Verdict(*place, INCONCLUSIVE, "", underfits=low, naive=naive)
     if len(low) == 2:
         said = " and ".join(f"{s[0].cell.model} {_mean(s, 'train_acc'):.1%}" for s in pairs)
-        reason = f"training accuracy stayed below {rule.fits:.0%} ({said}) and no validation loss turned"
+        reason = (
+            f"training accuracy stayed below {rule.fits:.0%} ({said}) and no validation loss ended more than "
+            f"{rule.turned:.0%} above its lowest"
+        )
         verdict = replace(verdict, outcome=BOTH_UNDERFIT, reason=reason)
     return _judge_gaps(_measure(verdict, pairs, rule, classes), rule)
 
@@ -170,6 +177,7 @@ def _measure(verdict: Verdict, pairs: Sequence[Sequence[Result]], rule: Rule, cl
     gap_loss, gap_acc, rise = (
         compare(*([getattr(point, key) for point in side] for side in points)) for key in keys[:3]
     )
+    gap_acc = gap_acc.within(2.0)  # gaps in accuracy lie between -1 and 1
     return replace(verdict, loss=loss, matched=matched, gap_loss=gap_loss, gap_acc=gap_acc, rise=rise, p=gap_loss.p)
 
 
@@ -196,8 +204,13 @@ def _judge_gaps(verdict: Verdict, rule: Rule) -> Verdict:
     return replace(verdict, outcome=outcome, reason=reason, misleading=misleading)
 
 
+def relative_rise(run: Result) -> float:
+    """How far the validation loss ended above its lowest value, as a share of that value."""
+    return float(run.values["turn_rise"] / max(run.values["turn_loss"], 1e-12))
+
+
 def _underfits(runs: Sequence[Result], rule: Rule) -> bool:
-    rise = np.mean([run.values["turn_rise"] / max(run.values["turn_loss"], 1e-12) for run in runs])
+    rise = np.mean([relative_rise(run) for run in runs])
     return _mean(runs, "train_acc") < rule.fits and bool(rise <= rule.turned)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vision_attn.contrast.analysis import Analysis
+from vision_attn.contrast.config import describe_arms
 from vision_attn.contrast.verdict import Rule
+from vision_attn.data.config import AugmentConfig
 
 
 def rule_steps(rule: Rule) -> list[str]:
@@ -13,8 +15,8 @@ def rule_steps(rule: Rule) -> list[str]:
     return [
         "Fewer than two pairs of seeds ended: inconclusive.",
         "Neither model fits its training images and neither validation loss turned: both underfit. A model fits when "
-        f"its mean training accuracy is at least {_percent(rule.fits)}; its validation loss turned when it ends more "
-        f"than {_percent(rule.turned)} above its lowest value.",
+        f"its mean training accuracy is at least {_percent(rule.fits)}; its validation loss turned when it ends, "
+        f"on average over seeds, more than {_percent(rule.turned)} above its lowest value.",
         f"There is no training loss below {_percent(rule.informative)} of guessing that every seed of both models "
         "reaches: inconclusive.",
         "The gaps in loss, validation minus training, are read off each trajectory where it first reaches the lowest "
@@ -32,11 +34,12 @@ def limits() -> list[str]:
         "unstretched they would cover 68 % with three seeds and 84 % with five. For skewed values (exponential) "
         "the stretched interval covers 89 %. One seed gives no interval.",
         "Differences in the verdicts carry the shorter of a paired and an unpaired (Welch) t interval, each widened so "
-        "that the shorter one covers 95 % when the pairs have nothing in common, and more when they do. In simulation "
-        "with five seeds the rule finds a difference of two standard deviations of the paired differences in at least "
-        "85 %; of two standard deviations of each model's own seeds in 74 % when pairs are uncorrelated (the best "
-        "unbiased test finds 79 %) and in 82 % at a correlation of 0.3. With three seeds it finds 33 to 38 % of the "
-        "latter, so an inconclusive verdict there says little.",
+        "that the shorter one covers 95 % when the pairs have nothing in common, whichever of the models spreads more, "
+        "and more when they have; p is the smaller of the two, enlarged to match, small ones more than large ones. "
+        "In simulation with five seeds the rule finds a difference of two standard deviations of the paired "
+        "differences in at least 85 %; of two standard deviations of each model's own seeds in 74 % when pairs are "
+        "uncorrelated (the best unbiased test finds 79 %) and in 82 % at a correlation of 0.3. With three seeds it "
+        "finds 32 to 37 % of the latter, so an inconclusive verdict there says little.",
         "A single verdict is wrong in at most 5 % of cases where the models do not differ. Over a study that adds "
         "up, so “p, all” allows for all tests at once (Holm), and filled verdicts are those that still stand.",
         "A model that trains faster reaches the common training loss earlier, at a higher learning rate; part of a "
@@ -58,16 +61,35 @@ def protocol(analysis: Analysis) -> list[str]:
         f"The same number of optimizer steps for all models: {', '.join(f'{n:,}' for n in steps)}; batches of "
         f"{config.get('batch_size', '–')}.",
         "The same images, order of images, augmentation and wrong labels for all models, from the seed.",
-        f"Learning rates chosen per model and size on the validation split, by the same number of trials each, with a "
-        f"seed of their own: {_rates(config)}.",
-        f"Regularisation: {', '.join(analysis.arms)}.",
+        "Learning rates chosen per model and size on the validation split, by the same number of trials each, with a "
+        f"seed of their own: {_rates(config)}. They were tried under the arm {analysis.arms[0]}, without wrong labels, "
+        "only; the rate chosen there is used for all other arms and for wrong labels too, where another may be better.",
+        *_arm_lines(analysis),
         f"Seeds: {_seeds(analysis)}.",
         f"Wrong labels: {_noise(analysis)}.",
         f"Trajectories: {config.get('evaluations', '–')} evaluations each, on at most {config.get('eval_images', '–')} "
-        "training and as many validation images.",
-        "The test set was read once per training, after the last step.",
+        "training and as many validation images. In the first steps the running statistics of models with batch "
+        "normalisation lag behind their weights, so their first evaluations look worse than the models are.",
+        "The test set was evaluated once per training, at the end: by the last weights, and by those of the evaluation "
+        "with the highest validation accuracy. Nothing was chosen by it.",
     ]
     return lines
+
+
+def _arm_lines(analysis: Analysis) -> list[str]:
+    """An arm each, with what it does."""
+    settings = describe_arms(analysis.study.config, analysis.study.facts["data"]["img_size"])
+    return [
+        f"Regularisation {arm}: {_arm_words(settings[arm])}." if arm in settings else f"Regularisation {arm}."
+        for arm in analysis.arms
+    ]
+
+
+def _arm_words(arm: dict[str, Any]) -> str:
+    augment = AugmentConfig(**(arm.get("augment") or {})).changed()
+    words = [f"{name} {value}" for name, value in augment.items()]
+    words += [f"{key.replace('_', ' ')} {arm[key]:g}" for key in ("label_smoothing", "weight_decay") if arm.get(key)]
+    return ", ".join(words) or "no augmentation, no label smoothing, no weight decay"
 
 
 def _rates(config: dict[str, Any]) -> str:
