@@ -26,3 +26,13 @@ def closest(name: str, candidates: Iterable[str], n: int = 3) -> str:
     """
     near = difflib.get_close_matches(name, list(candidates), n=n, cutoff=0.5)
     return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """The first line of what an error says, its type where it says nothing.
+
+    Args:
+        error: of a library, whose message may be pages long.
+        most: characters of it.
+    """
+    return str(error).strip().split("\n")[0][:most] or type(error).__name__

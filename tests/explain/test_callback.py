@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import time
 import warnings
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vision_attn as va
 from vision_attn.errors import UserError
-from vision_attn.explain import callback, figures
+from vision_attn.explain import callback
 from vision_attn.explain.callback import AttentionWatch
 from vision_attn.training.ema import EMA, EmaConfig
 
@@ -61,30 +60,6 @@ def train(tmp_path, watch, module=None, epochs=4, data=None, callbacks=(), **mor
     else:
         trainer.fit(module, datamodule=data)
     return module
-
-
-class Titles:
-    """What is written above figures, and their axes, by the name of the file."""
-
-    def __init__(self, monkeypatch):
-        self.found = {}
-        original = figures.figure
-
-        @contextlib.contextmanager
-        def spy(path, *args, **kwargs):
-            with original(path, *args, **kwargs) as (drawn, axes):
-                yield drawn, axes
-                self.found[path.name] = " ".join(drawn.get_suptitle().split()), axes
-
-        monkeypatch.setattr(figures, "figure", spy)
-
-    def __getitem__(self, name):
-        return self.found[name]
-
-
-@pytest.fixture
-def titles(monkeypatch):
-    return Titles(monkeypatch)
 
 
 def test_anybody_can_use_it(tmp_path):
@@ -222,7 +197,7 @@ def test_the_middle_by_the_clock(tmp_path, limit, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_averaged_weights_are_watched_all_along(tmp_path, first, titles):
+def test_averaged_weights_are_watched_all_along(tmp_path, first, drawn):
     """Maps and curves are of the weights that are validated, in whatever order the callbacks stand."""
     ema, watch = EMA(EmaConfig(0.9)), AttentionWatch(share=1.0)
     seen = []
@@ -248,31 +223,31 @@ def test_averaged_weights_are_watched_all_along(tmp_path, first, titles):
     train(tmp_path, watch if first else None, module, callbacks=[ema] if first else [watch, ema])
     for own, _, moment in seen[1:]:
         assert any(torch.equal(own, average) for average in history), moment
-    assert "averaged weights" in titles["attention_end.png"][0]
-    assert "averaged weights" in titles["attention_curves.png"][0]
+    assert "averaged weights" in drawn["attention_end.png"][0]
+    assert "averaged weights" in drawn["attention_curves.png"][0]
 
 
-def test_titles_say_what_is_implied_and_that_weights_are_not_causes(tmp_path, titles):
+def test_titles_say_what_is_implied_and_that_weights_are_not_causes(tmp_path, drawn):
     module = Anybody(img_size=16, patch_size=4, embed_dim=12, num_heads=3, depth=2, attention={"pattern": "performer"})
     train(tmp_path, AttentionWatch(images=2), module, epochs=2)
-    above, axes = titles["attention_middle.png"]
+    above, axes = drawn["attention_middle.png"]
     assert "not causes" in above
     assert "averaged" not in above
     wanted = ["blocks.0.attn (implied)", "blocks.1.attn (implied)"]
     assert [" ".join(text.get_text().split()) for text in axes[0][0].texts] == wanted
-    above, axes = titles["attention_curves.png"]
+    above, axes = drawn["attention_curves.png"]
     assert "not causes" in above
     assert [line.get_label() for line in axes[0][0].lines] == wanted
 
 
-def test_panels_show_samples_and_maps_where_they_lie(tmp_path, titles):
+def test_panels_show_samples_and_maps_where_they_lie(tmp_path, drawn):
     """Rows are samples, columns layers; a map is brightest where it is largest."""
     maps = torch.zeros(2, 2, 3)
     maps[0, 1, 2] = maps[1, 0, 0] = 1
     samples = torch.zeros(2, 3, 16, 24)
     samples[1, 0] = 1  # red
     callback._draw(samples, {"one": maps, "two": maps.flip(0)}, tmp_path / "x.png", "title")
-    shown = torch.from_numpy(titles["x.png"][1][0][0].images[0].get_array()).float()
+    shown = torch.from_numpy(drawn["x.png"][1][0][0].images[0].get_array()).float()
     height, width, gap = 64, 96, callback.GAP
     assert shown.shape == (2 * height + gap, 3 * width + 2 * gap, 3)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
@@ -11,30 +9,6 @@ from vision_attn.explain import figures
 from vision_attn.explain.distance import HeadStatistics
 from vision_attn.explain.faithfulness import CAUSES, RANDOM, RIVAL, Curve, Faithfulness
 from vision_attn.explain.views import NOT_MEASURED, Clouds, Detection, Insight, LayerView, PictureView
-
-
-class Drawn:
-    """Figures as they were when they were saved."""
-
-    def __init__(self, monkeypatch):
-        self.found = {}
-        original = figures.figure
-
-        @contextlib.contextmanager
-        def spy(path, *args, **kwargs):
-            with original(path, *args, **kwargs) as (drawn, axes):
-                yield drawn, axes
-                self.found[path.name] = " ".join(drawn.get_suptitle().split()), axes
-
-        monkeypatch.setattr(figures, "figure", spy)
-
-    def __getitem__(self, name):
-        return self.found[name]
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    return Drawn(monkeypatch)
 
 
 def title(axis):

@@ -19,7 +19,7 @@ from torch import nn
 from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints.read import CONFIG_NAME, HUB, WEIGHTS_NAME, parse_json
 from vision_attn.checkpoints.save import save_model
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, first_line
 
 CARD_NAME = "README.md"
 _TENSORS = ("*.bin", "*.pth", "*.pt", "*.npz", "*.ckpt")
@@ -305,19 +305,15 @@ def _explained(name: str) -> Iterator[None]:
             raise UserError(
                 f"{name}: the Hub refuses the token ({status}). Give one that may do this: hf auth login, or token=."
             ) from error
-        raise UserError(f"{name}: the Hub answers {status or 'with an error'}: {_first_line(error)}") from error
+        raise UserError(f"{name}: the Hub answers {status or 'with an error'}: {first_line(error, 200)}") from error
     except OSError as error:
         if error.filename is not None:  # a file of ours, not the network
             raise
         raise UserError(
-            f"{name}: the Hub cannot be reached, and it is not in the cache: {_first_line(error)}"
+            f"{name}: the Hub cannot be reached, and it is not in the cache: {first_line(error, 200)}"
         ) from error
     except Exception as error:
         # the libraries below raise errors of their own for a network that is not there
         if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "requests", "urllib3"):
             raise
-        raise UserError(f"{name}: the Hub cannot be reached: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(f"{name}: the Hub cannot be reached: {first_line(error, 200)}") from error

@@ -14,7 +14,7 @@ from vision_attn.checkpoints.claims import check_config
 from vision_attn.checkpoints.npz import is_npz, read_npz
 from vision_attn.checkpoints.vetting import vet
 from vision_attn.checkpoints.wrappers import strip, unwrap
-from vision_attn.errors import UserError, closest
+from vision_attn.errors import UserError, closest, first_line
 
 CONFIG_KEY = "vision_attn_config"  # in the metadata of a safetensors file
 WEIGHTS_NAME = "model.safetensors"
@@ -85,7 +85,7 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = handle.metadata() or {}
             state = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        raise UserError(f"{file} is no checkpoint, or a truncated one: {_first_line(error)}") from error
+        raise UserError(f"{file} is no checkpoint, or a truncated one: {first_line(error, 300)}") from error
     inside = parse_json(metadata[CONFIG_KEY], f"{file}: its {CONFIG_KEY}") if CONFIG_KEY in metadata else None
     beside = _config_beside(file)
     # The file that people edit (labels, extra) wins where it is certain to belong to these weights.
@@ -115,11 +115,7 @@ def parse_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{what} is not valid JSON: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        raise UserError(f"{what} is not valid JSON: {first_line(error, 300)}") from error
 
 
 def _read_torch(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -160,4 +156,4 @@ def _torch_load(file: Path) -> Any:
     except PermissionError:
         raise
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, LookupError, OSError) as error:
-        raise UserError(f"{file} is no checkpoint, or a damaged one: {_first_line(error)}") from error
+        raise UserError(f"{file} is no checkpoint, or a damaged one: {first_line(error, 300)}") from error

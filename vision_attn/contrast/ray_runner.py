@@ -12,7 +12,7 @@ from vision_attn.contrast.config import ContrastConfig
 from vision_attn.contrast.results import Cell, Result
 from vision_attn.contrast.subsets import StudyData
 from vision_attn.contrast.training import Outcome, Trainings
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, first_line
 
 _ATTEMPTS = 2  # as in the pool of this machine
 _PATIENCE = 10.0  # seconds
@@ -56,7 +56,7 @@ class RayPool:
             self.close()
             raise
         except Exception as error:  # Ray's own errors, its client's and gRPC's have no base in common
-            raise UserError(f"--ray {address}: no Ray cluster answers: {_first_line(error)}") from error
+            raise UserError(f"--ray {address}: no Ray cluster answers: {first_line(error)}") from error
         # Ray would try again by itself, but then nobody would know that a worker was lost
         self._task = ray.remote(num_cpus=config.threads, num_gpus=self._gpus, max_retries=0, max_calls=0)(_work)
 
@@ -87,7 +87,7 @@ class RayPool:
                     yield cell, outcome or Outcome(Result(cell, "failed", "its Ray worker was killed, twice"))
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise UserError(
-                f"the Ray cluster is lost: {_first_line(error)}. What has ended is kept; the same command goes on."
+                f"the Ray cluster is lost: {first_line(error)}. What has ended is kept; the same command goes on."
             ) from error
         finally:
             with contextlib.suppress(Exception):  # nothing is left to cancel where the cluster is lost
@@ -113,7 +113,7 @@ class RayPool:
         except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError):
             return None
         except ray.exceptions.RayTaskError as error:
-            cause = _first_line(error.cause or error)
+            cause = first_line(error.cause or error)
             return Outcome(Result(cell, "failed", f"on its Ray node: {cause}"), trace=str(error))
 
 
@@ -131,10 +131,6 @@ def gpus_per_cell(device: str, resources: Mapping[str, float]) -> int:
     if device.startswith("cuda") and not there:
         raise UserError(f"device {device}: the Ray cluster has no GPU; choose auto or cpu, or start a node with one.")
     return int(there and device != "cpu")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _knock(address: str) -> None:

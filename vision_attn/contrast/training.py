@@ -32,7 +32,7 @@ from vision_attn.contrast.subsets import StudyData, load_data, sample_rows, trai
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.loader import TrainLoader
 from vision_attn.data.sets import MemorySet, StreamedSet
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, first_line
 from vision_attn.models import create_model
 from vision_attn.models.profile import count_macs, count_parameters
 from vision_attn.training.classifier import prefers_channels_last
@@ -129,14 +129,10 @@ def run_cell(config: ContrastConfig, data: StudyData, cell: Cell, device: torch.
     except CellFailed as error:
         return Outcome(Result(cell, "failed", str(error)))
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return Outcome(Result(cell, "failed", f"out of memory: {_first_line(error)}"))
+        return Outcome(Result(cell, "failed", f"out of memory: {first_line(error, 300)}"))
     except Exception as error:
         kind = "out of memory" if "allocate memory" in str(error) else type(error).__name__
-        return Outcome(Result(cell, "failed", f"{kind}: {_first_line(error)}"), trace=traceback.format_exc())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+        return Outcome(Result(cell, "failed", f"{kind}: {first_line(error, 300)}"), trace=traceback.format_exc())
 
 
 class Training:

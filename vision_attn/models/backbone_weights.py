@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vision_attn.attention import resample_grid
 from vision_attn.attention.relative import resample_offsets
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, first_line
 from vision_attn.layers.embed import pair
 
 COUNTER = "num_batches_tracked"
@@ -196,8 +196,7 @@ def _from_file(path: Path) -> Mapping[str, Tensor]:
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, SafetensorError, pickle.UnpicklingError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"backbone_weights={path} cannot be read: {first}") from error
+        raise UserError(f"backbone_weights={path} cannot be read: {first_line(error)}") from error
     for key in ("state_dict", "model"):  # where training scripts keep them
         content = content[key] if isinstance(content, dict) and isinstance(content.get(key), dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vision_attn.errors import UserError, closest
+from vision_attn.errors import UserError, closest, first_line
 from vision_attn.layers.resnet import ResNet
 from vision_attn.models.registry import create_model, list_models
 
@@ -184,9 +184,9 @@ def _timm_body(name: str, in_chans: int, pretrained: bool, options: Mapping[str,
         except OSError as error:
             if not pretrained:
                 raise
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"timm's weights of {name} cannot be downloaded ({first}); give a file: backbone_weights=PATH"
+                f"timm's weights of {name} cannot be downloaded ({first_line(error)}); "
+                "give a file: backbone_weights=PATH"
             ) from error
         except (RuntimeError, AssertionError, ValueError) as error:
             with_what = dict(options) or "these settings"
