@@ -166,6 +166,8 @@ def bomb(path):
         (["--queries", "99"], r"has no query 99: it has 17"),
         (["--heads", "a"], r"--heads 'a': give numbers such as 0,2 or 0-3"),
         (["--trials", "-1"], r"0 or more"),
+        (["--minutes", "0"], r"--minutes 0: more than 0"),
+        (["--minutes", ".inf"], r"--minutes inf: .*finite"),
         (["--output", "FILE"], r"is a file; name a folder"),
         (["--output", "FILE/below"], r"is a file; name a folder"),
         (["--heads", "2-1"], r"--heads '2-1': 2-1 holds no number; write 1-2"),

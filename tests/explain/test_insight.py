@@ -149,3 +149,28 @@ def test_layers_off_the_image_are_named():
     assert "decoder.layers.0.self_attn, decoder.layers.1.self_attn" in note
     vit = seen(va.create_model("vit_tiny_patch16_224", **VIT), [torch.randn(3, 16, 16)], trials=0)
     assert not any("are not shown" in note for note in vit.notes)
+
+
+def test_maps_that_time_has_no_room_for_are_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(insight, "seconds_each", lambda *_: 1.0)
+    told = []
+    few = seen(detector(), [torch.randn(3, 32, 32)], threshold=0.05, minutes=7, tell=told.append)
+    measured = [name for name in few.worth.curves if name != RIVAL]
+    everything = list(few.pictures[0].detections[0].maps)
+    assert "relevance" in measured
+    assert len(measured) < len(everything)
+    (note,) = [note for note in few.notes if "--minutes" in note]
+    assert all((name in note) == (name not in measured) for name in everything)
+    assert len(told) == 1
+
+    none = seen(detector(), [torch.randn(3, 32, 32)], threshold=0.05, minutes=0.1)
+    assert none.worth is None
+    assert any("--minutes" in note for note in none.notes)
+
+
+def test_of_a_classifier_too_only_what_there_is_time_for(monkeypatch):
+    monkeypatch.setattr(insight, "seconds_each", lambda *_: 1.0)
+    model = va.create_model("vit_tiny_patch16_224", **VIT)
+    few = seen(model, [torch.randn(3, 16, 16)], minutes=7)
+    assert 1 <= len(few.worth.curves) - 1 < len(few.pictures[0].summaries)
+    assert seen(model, [torch.randn(3, 16, 16)], minutes=0.1).worth is None

@@ -256,6 +256,23 @@ def test_where_glimpses_lie():
     assert plane.to_image(maps["glimpses"]).shape == (1, 1, 3, 7, 9)
 
 
+@pytest.mark.parametrize(
+    ("size", "side", "stride", "cell"), [((32, 40), 8, 4, 4), ((31, 37), 7, 3, 1), ((30, 42), 12, 6, 6)]
+)
+def test_a_glimpse_is_shown_where_its_pixels_are(size, side, stride, cell):
+    torch.manual_seed(0)
+    model = va.create_model("glimpse_small_32", img_size=size, glimpse_size=side, stride=stride, coarse=1).eval()
+    plane = va.attention_maps(model, torch.randn(1, 3, *size)).planes["glimpses"][1]
+    weights = torch.rand(5, plane.length)
+    expected = torch.zeros(5, *size)
+    for place, (top, left) in enumerate(model.corners(size).tolist()):
+        expected[:, top : top + side, left : left + side] += weights[:, place, None, None] / side**2
+    shown = plane.to_picture(weights)
+    assert shown.shape == (5, size[0] // cell, size[1] // cell)
+    spread = shown.repeat_interleave(cell, 1).repeat_interleave(cell, 2) / cell**2
+    torch.testing.assert_close(spread, expected)
+
+
 @pytest.mark.parametrize("name", ["dn_detr_tiny", "detr_tiny"])
 def test_as_many_object_queries_as_image_tokens_are_no_image_tokens(name):
     model = va.create_model(name, num_queries=15).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
@@ -42,6 +43,8 @@ def run(argv: list[str]) -> int:
         trials=options.trials,
         threshold=options.threshold,
         flow=options.flow,
+        minutes=options.minutes,
+        tell=lambda line: print(line, file=sys.stderr),
     )
     files = _files(options.images)
     if len(files) > MOST:
@@ -52,7 +55,7 @@ def run(argv: list[str]) -> int:
     more = _files([options.data])[: options.most] if options.data else []
     device = pick_device(options.device)
     models = [load_model(path, device=device) for path in (options.ckpt_path, options.compare) if path]
-    choices = [choice, Choice(trials=choice.trials, threshold=choice.threshold, flow=choice.flow)]
+    choices = [choice, dataclasses.replace(choice, layers="all", heads=None, queries=None)]
     insights = [_look(model, files, more, c) for model, c in zip(models, choices, strict=False)]
     written = _write(Path(options.output), insights)
     for insight in insights:
@@ -80,6 +83,9 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--data", type=str | None, default=None, help="folder with more images, for numbers over a set")
     parser.add_argument("--most", type=int, default=64, help="images of that folder that are looked at")
     parser.add_argument("--trials", type=int, default=19, help="random maps to compare each with; 0 for none")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="that comparing may take; coarser curves and fewer maps keep to it"
+    )
     parser.add_argument("--flow", default="auto", help="attention flow: yes, no, or auto (where it takes no minutes)")
     parser.add_argument("--threshold", type=float, default=0.3, help="detections must be surer")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps …")
@@ -88,6 +94,8 @@ def _parse(argv: list[str]) -> Any:
 
     if options.trials < 0 or options.most < 0 or not 0 <= options.threshold < 1:
         raise UserError("--trials and --most are 0 or more, --threshold is 0 to 1.")
+    if not 0 < options.minutes < float("inf"):
+        raise UserError(f"--minutes {options.minutes:g}: more than 0, and finite.")
     # YAML reads yes and no as truth values
     options.flow = {"true": "yes", "false": "no"}.get(str(options.flow).lower(), str(options.flow).lower())
     if options.flow not in FLOWS:

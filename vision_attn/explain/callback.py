@@ -267,7 +267,7 @@ def _layers(model: Any, images: Tensor, mask: Tensor | None) -> dict[str, Tensor
             assert plane is not None
             token = plane.prefix > 0 and getattr(model, "global_pool", "") == "token"
             title = f"{name} (implied)" if run.recorder.implied(name) else name
-            found[title] = plane.to_image(run.first_row(name) if token else run.mean_row(name)).cpu()
+            found[title] = plane.to_picture(run.first_row(name) if token else run.mean_row(name)).cpu()
     return found
 
 

@@ -177,7 +177,7 @@ def look_at(source: Source, picture: Image.Image, name: str = "picture", *, meas
     model = open_model(source)
     config: dict[str, Any] = model.config  # type: ignore[assignment]
     x, shown = as_seen(picture, config)
-    insight = look(model, [x], [shown], [name], Choice(trials=19 if measure else 0))
+    insight = look(model, [x], [shown], [name], Choice(trials=19 if measure else 0, minutes=2))
     view = insight.pictures[0]
     if config.get("task") == "detection":
         scores = {f"{o.label} (query {o.query})": o.score for o in view.detections}

@@ -155,6 +155,12 @@ def maps_for_each(trials: int, images: int) -> int:
     return min(trials, max(LEAST, -(-trials // images)))
 
 
+def passes(maps: int, k: int, steps: int) -> int:
+    """How many times ``faithfulness`` asks the model about each image, for so many maps; K as above."""
+    middle = 2 * (steps - 1)
+    return 4 + middle * (k + (maps + 1) * (1 + k))  # random maps; each map and its rival, in place and moved
+
+
 def _chance(own: Tensor, others: Tensor) -> float:
     """How often the mean over images is as high when every image has any of its K + 1 maps: (B,) and (K, B)."""
     scores = torch.cat([own[None], others]).double()  # (K + 1, B)

@@ -21,12 +21,14 @@ from vision_attn.explain.faithfulness import Faithfulness, faithfulness, maps_fo
 from vision_attn.explain.gradcam import grad_cam
 from vision_attn.explain.maps import implied_layers, recording, run_model
 from vision_attn.explain.objects import detector_view, detector_worth
+from vision_attn.explain.patience import Plan, plan, seconds_each
 from vision_attn.explain.planes import evaluating
 from vision_attn.explain.receptive_field import effective_receptive_field
 from vision_attn.explain.relevance import relevance
 from vision_attn.explain.rollout import flow, rollout
 from vision_attn.explain.views import NOT_MEASURED, Choice, Clouds, Insight, PictureView, layer_views, run_one
 
+SILENCE = 0.2  # minutes of work that need no word
 FLOW_WORK = 10 * 196**3  # images × patches³: attention flow takes about a minute, beyond it minutes
 
 
@@ -70,7 +72,7 @@ def look(
     statistics = _statistics(model, every, choice, notes) if attends else {}
     worth = None
     if detects and choice.trials:
-        worth = _detector_worth(model, pictures, images, more, choice)
+        worth = _detector_worth(model, pictures, images, more, choice, notes)
     elif not detects:
         worth = _add_summaries(model, pictures, torch.stack(every), choice, notes)
     if worth is None:
@@ -120,6 +122,7 @@ def _detector_worth(
     images: Sequence[Tensor],
     more: Sequence[Tensor],
     choice: Choice,
+    notes: list[str],
 ) -> Faithfulness | None:
     """Of the surest object in every image, those of the further images included."""
     others = []
@@ -131,8 +134,31 @@ def _detector_worth(
     some = [(view, image) for view, image in zip(views, [*images, *more], strict=True) if view.detections]
     if not some:
         return None
-    each = dataclasses.replace(choice, trials=maps_for_each(choice.trials, len(some)))
-    return detector_worth(model, [view for view, _ in some], [image for _, image in some], each)
+    names = list(some[0][0].detections[0].maps)
+    compared = _plan(model, [image for _, image in some], names, choice, notes)
+    if not compared.names:
+        return None
+    each = dataclasses.replace(choice, trials=maps_for_each(choice.trials, len(some)), steps=compared.steps)
+    return detector_worth(model, [view for view, _ in some], [image for _, image in some], each, compared.names)
+
+
+def _rank(title: str) -> tuple[int, int]:
+    """Of an object's maps: relevance first, then the decoder's layers, the last before the others, then the encoder."""
+    layer = title.partition("layer ")[2].partition(" ")[0]
+    kind = next((i for i, kind in enumerate(("relevance", "cross-attention")) if title.startswith(kind)), 2)
+    return kind, -int(layer) if layer.isdigit() else 0
+
+
+def _plan(model: nn.Module, images: Sequence[Tensor], names: Sequence[str], choice: Choice, notes: list[str]) -> Plan:
+    """Which maps are compared, in the order given, with a note on what is not."""
+    ranked = sorted(names, key=_rank)
+    each = seconds_each(model, images[0])
+    found = plan(ranked, len(images), choice.trials, choice.steps, each, choice.minutes)
+    if found.note:
+        notes.append(found.note)
+    if found.minutes > SILENCE:
+        choice.tell(f"comparing maps with random ones: about {found.minutes:.1f} minutes")
+    return dataclasses.replace(found, names=[name for name in names if name in found.names])
 
 
 @torch.no_grad()
@@ -210,7 +236,11 @@ def _add_summaries(
     if choice.trials < 1:
         return None
     cells = (14, 14) if min(images.shape[-2:]) >= 112 else (8, 8)
-    return faithfulness(model, images, maps, cells=cells, steps=choice.steps, trials=choice.trials)
+    compared = _plan(model, list(images), list(maps), choice, notes)
+    if not compared.names:
+        return None
+    measured = {name: maps[name] for name in compared.names}
+    return faithfulness(model, images, measured, cells=cells, steps=compared.steps, trials=choice.trials)
 
 
 def _in_parts(make: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, images: Tensor) -> Tensor:
@@ -252,7 +282,7 @@ def _last_layer(model: nn.Module, images: Tensor, choice: Choice) -> tuple[str, 
             assert plane is not None
             token = choice.queries is None and plane.prefix > 0 and getattr(model, "global_pool", "") == "token"
             row = run.first_row(name) if token else run.mean_row(name)
-            found.append(plane.to_image(row))
+            found.append(plane.to_picture(row))
             implied = " (implied)" if run.recorder.implied(name) else ""
     where = "last layer" if choice.layers == "all" else name
     what = "class token" if token else "most looked at" if choice.queries is None else "chosen queries"

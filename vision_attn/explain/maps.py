@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_attn.attention import Layout, Recorder, record, recordable
@@ -156,7 +157,7 @@ class Recording:
         plane = layer_plane(self.model, layer, layout, self.size)
         model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
         if plane is not None and isinstance(model, GlimpseNet):
-            plane = Glimpses(0, plane.grid, (model.stride, model.stride), side=model.glimpse_size)
+            plane = Glimpses(0, plane.grid, (model.stride, model.stride), side=model.glimpse_size, size=self.size)
         found = [plane if plane is not None and plane.length == n else None for n in call.tokens]
         if crosses:  # as many queries as keys do not make them patches
             found[0] = None
@@ -169,9 +170,23 @@ class Glimpses(Plane):
 
     Attributes:
         side: of a square in pixels.
+        size: (H, W) of the image in pixels.
     """
 
     side: int = 0
+    size: tuple[int, int] = (0, 0)
+
+    def to_picture(self, values: Tensor) -> Tensor:
+        """Each square's weight spread evenly over its pixels, added up where squares overlap."""
+        (down, across), (height, width) = (int(self.stride[0]), int(self.stride[1])), self.size
+        cell = math.gcd(down, across, self.side, height, width)
+        places = self.to_image(values).float()
+        square = places.new_full((1, 1, self.side // cell, self.side // cell), (cell / self.side) ** 2)
+        flat = places.reshape(-1, 1, *self.grid)
+        spread = F.conv_transpose2d(flat, square, stride=(down // cell, across // cell))
+        missing = [0, width // cell - spread.shape[-1], 0, height // cell - spread.shape[-2]]
+        spread = F.pad(spread, missing)  # a margin that no square reaches
+        return spread.view(*places.shape[:-2], *spread.shape[-2:])
 
     def centres(self, device: torch.device | str | None = None) -> Tensor:
         """(R · C, 2) the middle (y, x) of each square in pixels, row by row."""

@@ -88,9 +88,9 @@ def _number(name: str) -> str:
 
 
 def detector_worth(
-    model: Any, pictures: Sequence[PictureView], images: Sequence[Tensor], choice: Choice
+    model: Any, pictures: Sequence[PictureView], images: Sequence[Tensor], choice: Choice, names: Sequence[str]
 ) -> Faithfulness | None:
-    """Deletion and insertion curves of the maps of the surest object of each picture; None where nothing was found.
+    """Deletion and insertion curves of some maps of the surest object of each picture; None where nothing was found.
 
     Watched is the highest probability of its class among boxes that overlap its box by half or more.
     """
@@ -98,7 +98,7 @@ def detector_worth(
     for picture, image in zip(pictures, images, strict=True):
         if picture.detections:
             surest = picture.detections[0]
-            maps = {name: m[None] for name, m in surest.maps.items()}
+            maps = {name: surest.maps[name][None] for name in names if name in surest.maps}
             answer = _answer_of(model, surest)
             how: dict[str, Any] = {"steps": choice.steps, "trials": choice.trials, "batch_size": 16}
             found.append(faithfulness(model, image[None], maps, answer=answer, **how))

@@ -47,6 +47,10 @@ class Plane:
             flat = self.padding.cut(flat, self.grid)
         return flat.reshape(*values.shape[:-1], *self.grid)
 
+    def to_picture(self, values: Tensor) -> Tensor:
+        """What each token has, (…, N), where it lies on the picture, (…, R', C') equal cells; sums stay the same."""
+        return self.to_image(values)
+
     def places(self, device: torch.device | str | None = None) -> Tensor:
         """(R, C) which of the N tokens lies at each place of the grid."""
         return self.to_image(torch.arange(self.length, device=device)[None])[0]

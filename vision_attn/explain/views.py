@@ -6,7 +6,7 @@ Legend: H heads, Q queries, R × C cells of a grid.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -151,6 +151,10 @@ class Insight:
         return f"{self.title(measured[0])}. Single layers and heads were not compared with random maps."
 
 
+def _nothing(line: str) -> None:
+    """Says nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What to look at.
@@ -162,6 +166,8 @@ class Choice:
         threshold: detections must be surer.
         most: detections shown of a picture.
         flow: attention flow, which may take minutes: ``auto`` (where it is quick), ``yes`` or ``no``.
+        minutes: that comparing maps may take; where it would take longer, curves get coarser and maps are left out.
+        tell: is given a line before something takes long.
     """
 
     layers: str | Sequence[str] = "all"
@@ -172,6 +178,8 @@ class Choice:
     threshold: float = 0.3
     most: int = 8
     flow: str = "auto"
+    minutes: float = 10.0
+    tell: Callable[[str], None] = _nothing
 
 
 def run_one(model: nn.Module, image: Tensor, choice: Choice) -> AbstractContextManager[Recording]:
@@ -197,9 +205,9 @@ def _layer(run: Recording, name: str, choice: Choice) -> LayerView | None:
         there = sum(one.tokens[0] for one in run.recorder.calls_of(name))
         asked = [query % there for query in choice.queries]
     picked, labels, cells = _queries(name, list(range(weights.shape[1])) if asked is None else asked, queries)
-    mean = _pooled(keys.to_image(weights.mean(1)))
+    mean = _pooled(keys.to_picture(weights.mean(1)))
     weights = weights[:, picked]
-    shown = _pooled(keys.to_image(weights))  # (H, Q, R, C)
+    shown = _pooled(keys.to_picture(weights))  # (H, Q, R, C)
     elsewhere = weights[..., : keys.prefix].sum(-1)
     heads = list(range(weights.shape[0]))
     if choice.heads is not None and (alone or not call.whole):
