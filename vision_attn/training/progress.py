@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,8 @@ from lightning.pytorch.callbacks import ProgressBar
 
 from vision_attn.training.budget import Budget
 from vision_attn.training.run_folder import RunFolder
+
+LASTING, RISEN = 3, 1.25  # epochs, and times the lowest loss, after which a rise is no chance
 
 
 class ProgressLine(ProgressBar):
@@ -35,6 +38,7 @@ class ProgressLine(ProgressBar):
         self._first_step = 0
         self._start = time.monotonic()
         self._rows = 0
+        self._warned = False
 
     def disable(self) -> None:
         """Lightning calls this in every process but the first."""
@@ -114,6 +118,9 @@ class ProgressLine(ProgressBar):
             parts.append(f"{row['images_per_second']:>6,.0f} img/s")
         self._clear()
         print("  ".join(parts) + f"  {clock(row['seconds'])}{self._left(trainer, pl_module)}", flush=True)
+        if not self._warned and (warning := rising(rows)):
+            self._warned = True
+            print(warning, file=sys.stderr, flush=True)
 
     def _epoch(self, trainer: Trainer) -> str:
         total = trainer.max_epochs
@@ -140,6 +147,22 @@ class ProgressLine(ProgressBar):
     def _clear(self) -> None:
         if self._live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def rising(rows: Sequence[Mapping[str, float]]) -> str:
+    """A line for a user whose training comes apart slowly; empty where the loss does not keep rising.
+
+    Args:
+        rows: the metrics of all epochs so far.
+    """
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    lowest = min(losses, default=0.0)
+    if lowest <= 0 or len(losses) <= LASTING or min(losses[-LASTING:]) < RISEN * lowest:
+        return ""
+    return (
+        f"the training loss has risen from {lowest:.3g} to {losses[-1]:.3g}, and stays there: "
+        "if it does not fall soon, a third of --model.optimizer.lr may help."
+    )
 
 
 def _is_shown(name: str, pl_module: Any) -> bool:
