@@ -1,11 +1,17 @@
 """fit, validate and test from the command line, on digits."""
 
 import json
+import os
+import pickle
+import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from vision_attn.cli.main import main
 
@@ -135,6 +141,95 @@ def test_mistakes_on_the_command_line(recipe, capsys, argv, message):
     assert message in error
     assert len(error.splitlines()) <= 2
     assert not Path("runs").exists()
+
+
+def spoiled(kind, finished, folder):
+    """A file or folder that training cannot go on from, and what else to say on the command line."""
+    last = finished / "checkpoints" / "last.ckpt"
+    path = folder / f"{kind}.ckpt"
+    if kind == "weights":
+        return finished / "model.safetensors"
+    if kind == "folder":
+        path.mkdir()
+        (path / "model.safetensors").write_bytes((finished / "model.safetensors").read_bytes())
+    elif kind == "truncated":
+        path.write_bytes(last.read_bytes()[:-1000])
+    elif kind == "text":
+        path.write_text("hello, world")
+    elif kind == "empty":
+        path.touch()
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(os.system))
+    elif kind == "no optimizer":
+        content = torch.load(last, weights_only=True)
+        del content["optimizer_states"]
+        torch.save(content, path)
+    else:
+        return last
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("weights", [], "no state of an optimizer.*name the .ckpt of a run"),
+        ("folder", [], "no run: name a folder with checkpoints/last.ckpt"),
+        ("truncated", [], "no checkpoint, or a truncated one"),
+        ("text", [], "no checkpoint"),
+        ("empty", [], "is empty"),
+        ("pickle", [], "could run code, so it was not opened"),
+        ("no optimizer", [], "no state of an optimizer"),
+        ("other size", ["--model.args.embed_dim", "15"], "does not fit vit_tiny_patch16_224.*of another shape"),
+        ("other depth", ["--model.args.depth", "2"], "does not fit vit_tiny_patch16_224.*missing"),
+        (
+            "other model",
+            ["--model.name", "resnet8_cifar", "--model.args", "{width: 3}"],
+            "run of vit_tiny_patch16_224, and this recipe trains resnet8_cifar",
+        ),
+    ],
+)
+def test_what_training_cannot_go_on_from_is_refused_before_anything_is_written(
+    recipe, finished, tmp_path, capsys, kind, options, message
+):
+    path = spoiled(kind, finished, tmp_path)
+    call = ["fit", "--config", recipe, "--ckpt_path", str(path), "--trainer.default_root_dir", "new"]
+    assert main([*call, *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(message, error), error
+    assert len(error.splitlines()) <= 2
+    assert not Path("new").exists()
+
+
+def test_the_hint_names_the_run_that_was_stopped(recipe, capsys, monkeypatch):
+    """And not the newest one of the recipe."""
+    for _ in range(2):
+        assert main(["fit", "--config", recipe, "--trainer.max_epochs", "1"]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("vision_attn.training.fitting.draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(["fit", "--config", recipe, "--ckpt_path", "runs/small/0", "--trainer.max_epochs", "2"]) == 130
+    error = capsys.readouterr().err
+    assert "training is over and saved" in error
+    again = shlex.split(error.strip().splitlines()[-1].partition("to go on: vision-attn ")[2])
+    assert again[again.index("--ckpt_path") + 1] == "runs/small/0/checkpoints/last.ckpt"
+    assert main(again) == 0
+    assert Path("runs/small/0/model.safetensors").is_file()
+
+
+def test_a_test_that_no_images_are_for_is_left_out(recipe, capsys, tmp_path):
+    """The layout of the README, train and val, with a recipe that tests at its end."""
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 7), ("val", 3)):
+        for name in ("cat", "dog"):
+            (tmp_path / "mine" / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "mine" / split / name / f"{i}.png")
+    mine = ["--data.name", "image_folder", "--data.root", str(tmp_path / "mine"), "--data.img_size", "8"]
+    few = ["--data.batch_size", "5", "--data.max_images", "null"]
+    assert main(["fit", "--config", recipe, "--test", "true", "--trainer.max_epochs", "1", *mine, *few]) == 0
+    assert "no test images: the test is left out" in capsys.readouterr().err
+    assert "test/acc" not in json.loads(Path("runs/small/0/summary.json").read_text())
 
 
 @pytest.mark.parametrize(

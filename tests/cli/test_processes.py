@@ -89,7 +89,7 @@ def test_ctrl_c_saves_and_says_how_to_resume():
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=60)[0]
     assert process.returncode == 130, out
-    assert "vision-attn fit --config r.yaml --trainer.max_epochs 2000 --ckpt_path last" in out
+    assert "vision-attn fit --config r.yaml --trainer.max_epochs 2000 --ckpt_path runs/r/0/checkpoints/last.ckpt" in out
     assert "Traceback" not in out
     step = weights(run)["global_step"]
     assert main(["fit", "--config", "r.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 3)]) == 0

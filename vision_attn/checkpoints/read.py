@@ -34,7 +34,8 @@ def read_state_dict(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
     Returns:
         The tensors by name, wrapper prefixes (``module.``, ``_orig_mod.``) removed, and a dictionary with
         ``path`` (the file read), ``format`` (``safetensors``, ``lightning``, ``torch`` or ``npz``) and ``config``
-        (``model.config`` of the model saved, or ``None``).
+        (``model.config`` of the model saved, or ``None``); of Lightning's also ``trains``: whether an optimizer's
+        state is in it, without which training cannot go on.
 
     Raises:
         UserError: no such file, or it is truncated, no checkpoint, or would need code to be run.
@@ -141,7 +142,7 @@ def _ours(content: dict[str, Any], config: Any, file: Path) -> tuple[dict[str, T
         raise UserError(f"{file} holds no dictionary of tensors: not a checkpoint that can be loaded.")
     # the LightningModule holds the network as .model; whatever else it keeps (losses, metrics) is no part of it
     state = {key[len("model.") :]: value for key, value in state.items() if key.startswith("model.")}
-    return state, {"format": "lightning", "config": config}
+    return state, {"format": "lightning", "config": config, "trains": bool(content.get("optimizer_states"))}
 
 
 def _torch_load(file: Path) -> Any:

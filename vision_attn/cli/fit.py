@@ -9,6 +9,8 @@ from typing import Any
 
 from vision_attn.errors import UserError
 
+SHARDED = (".metadata", "meta.pt")  # what lies in the folder of a checkpoint that several processes wrote
+
 
 def run(argv: list[str]) -> int:
     """Train, and leave a finished run folder.
@@ -38,6 +40,8 @@ def run(argv: list[str]) -> int:
         )  # to know what a validation costs
     keep_freed_memory()
     command.build()
+    if ckpt_path is not None:
+        check_resumable(Path(ckpt_path), command.model.model)
     stop = StopSignal()
     run_folder = RunFolder(
         root, command.recipe_name, command.dump(), config.seed_everything, command.task.monitor, resume=folder
@@ -67,9 +71,14 @@ def run(argv: list[str]) -> int:
     def plain_trainer() -> Any:
         return command.build_trainer(enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
 
-    summary = finish(
-        run_folder, trainer, command.model, command.datamodule, test=config.test, make_trainer=plain_trainer
-    )
+    try:
+        summary = finish(
+            run_folder, trainer, command.model, command.datamodule, test=config.test, make_trainer=plain_trainer
+        )
+    except KeyboardInterrupt:
+        last = run_folder.path / "checkpoints" / "last.ckpt"
+        what = "training is over and saved; what comes after was interrupted"
+        return _say_how_to_resume(argv, trainer, last if last.is_file() else None, 130, what)
     if trainer.is_global_zero:
         _report(run_folder.path, summary)
     return 0
@@ -98,14 +107,46 @@ def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | N
     return str(path), run_of_checkpoint(path) if path.name == "last.ckpt" else None
 
 
-def _say_how_to_resume(argv: list[str], trainer: Any, path: Path | None, exit_code: int) -> int:
+def check_resumable(path: Path, model: Any) -> None:
+    """Refuses a checkpoint that training cannot go on from, before anything is written.
+
+    Args:
+        path: a file, or the folder that a sharding strategy saves.
+        model: that is going to be trained.
+
+    Raises:
+        UserError: it is damaged, holds weights alone, or another model.
+    """
+    from vision_attn.checkpoints import read_state_dict
+    from vision_attn.checkpoints.load import compare
+
+    if path.is_dir() and any((path / name).exists() for name in SHARDED):
+        return  # Lightning's own reader checks these
+    if path.is_dir():
+        raise UserError(f"--ckpt_path {path} is no run: name a folder with checkpoints/last.ckpt, or a .ckpt.")
+    state, meta = read_state_dict(path)
+    if not meta.get("trains"):
+        raise UserError(
+            f"--ckpt_path {path} holds weights and no state of an optimizer, so training cannot go on from it: "
+            "name the .ckpt of a run, such as <run>/checkpoints/last.ckpt."
+        )
+    there, here = meta["config"]["name"], getattr(model, "config", {}).get("name", type(model).__name__)
+    if there != here:
+        raise UserError(f"--ckpt_path {path} is of a run of {there}, and this recipe trains {here}.")
+    compare(model, state, path)
+
+
+def _say_how_to_resume(
+    argv: list[str], trainer: Any, path: Path | None, exit_code: int, what: str = "stopped; the state is saved"
+) -> int:
     if trainer.is_global_zero:
         if path is None:
             print("stopped before anything was saved", file=sys.stderr)
             return exit_code
         again = [w for n, w in enumerate(argv) if "--ckpt_path" not in (w.split("=")[0], argv[n - 1] if n else "")]
-        how = shlex.join(["vision-attn", "fit", *again, "--ckpt_path", "last"])
-        print(f"stopped; the state is saved in {path}\nto go on: {how}", file=sys.stderr)
+        # by its path: "last" is the newest run of the recipe, which need not be this one
+        how = shlex.join(["vision-attn", "fit", *again, "--ckpt_path", str(path)])
+        print(f"{what} in {path}\nto go on: {how}", file=sys.stderr)
     return exit_code
 
 

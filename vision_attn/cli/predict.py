@@ -26,6 +26,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("images", nargs="+", help="image files and folders (searched through)")
     parser.add_argument("--ckpt_path", required=True, help=".ckpt, .safetensors, .th, or the folder of a run or model")
     parser.add_argument(
+        "--config",
+        type=str | None,
+        default=None,
+        help="a recipe, as the other verbs take one; the checkpoint says all that it would, so it is not read",
+    )
+    parser.add_argument(
         "--topk", type=int | None, default=None, help="classes to report (5), or objects of an image at most (100)"
     )
     parser.add_argument(

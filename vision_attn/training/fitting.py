@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -103,12 +104,23 @@ def finish(
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, AttentionWatch):
                 callback.draw(trainer)
-    if test:
+    if test and has_no(data, "test"):
+        if trainer.is_global_zero:
+            print("the data has no test images: the test is left out", file=sys.stderr)
+    elif test:
         results = (make_trainer() if make_trainer else trainer).test(module, datamodule=data, verbose=False)
         tested = {k: round(float(v), 6) for k, v in results[0].items() if not k.startswith("test/loss")}
         if trainer.is_global_zero:
             run.write_summary(**tested)
     return run.summary
+
+
+def has_no(data: Any, split: str) -> bool:
+    """Whether a data module of this package has no images for a split."""
+    if not hasattr(data, "split"):
+        return False
+    images = data.split(split)
+    return images is None or len(images) == 0
 
 
 def load_weights(module: TrainingModule, path: Path) -> None:
