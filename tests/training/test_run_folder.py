@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vision_attn.errors import UserError
+from vision_attn.training.checkpointing import link_or_copy
 from vision_attn.training.fitting import finish
 from vision_attn.training.interrupt import Interrupted
 from vision_attn.training.run_folder import (
@@ -104,6 +105,47 @@ def test_what_is_exported_is_the_best_state(tmp_path, make_run):
     assert exported.config["extra"]["recipe"] == "tiny"
     again = load_model(run.folder.path / "checkpoints" / "best.ckpt")
     torch.testing.assert_close(again.state_dict(), exported.state_dict(), rtol=0, atol=0)
+
+
+class Connector:
+    """What a trainer asks for its strategy."""
+
+    def __init__(self):
+        self.strategy = FSDPStrategy()
+
+
+class FSDPStrategy:
+    """Only its name counts: the real one needs several GPUs."""
+
+    is_global_zero = True
+
+
+@pytest.mark.parametrize("test", [True, False])
+def test_weights_that_processes_share_out_are_exported_from_the_checkpoint(
+    tmp_path, make_run, monkeypatch, capsys, test
+):
+    """The module, which none of them has whole, is neither filled nor evaluated."""
+    from vision_attn.checkpoints import load_model
+
+    run = make_run(tmp_path).fit()
+    monkeypatch.setattr(run.trainer, "_accelerator_connector", Connector())
+    for name in ("load_state_dict", "draw"):
+        monkeypatch.setattr(run.module, name, lambda *_: pytest.fail("it was touched"))
+    finish(run.folder, run.trainer, run.module, run.data, test=test, make_trainer=lambda: pytest.fail("tested"))
+    exported, best = load_model(run.folder.path), run.checkpoint("best")
+    for name, value in exported.state_dict().items():
+        torch.testing.assert_close(value, best["state_dict"][f"model.{name}"], rtol=0, atol=0)
+    assert exported.config["extra"]["val/acc"] == run.folder.summary["val/acc"]
+    assert f"vision-attn {'test' if test else 'validate'} --ckpt_path {run.folder.path}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_a_folder_is_copied(tmp_path):
+    for content in ("old", "new"):
+        (tmp_path / "last.ckpt").mkdir(exist_ok=True)
+        (tmp_path / "last.ckpt" / "part").write_text(content)
+        link_or_copy(tmp_path / "last.ckpt", tmp_path / "best.ckpt")
+        (tmp_path / "last.ckpt" / "part").write_text("written into")
+        assert (tmp_path / "best.ckpt" / "part").read_text() == content
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path, make_run, monkeypatch):

@@ -148,7 +148,7 @@ class AttentionWatch(Callback):
     @_warn_only
     def _look(self, trainer: Trainer, module: LightningModule, moment: str | None) -> None:
         model = _model_of(module)
-        if not trainer.is_global_zero or trainer.fast_dev_run or not recordable(model) or _sharded(trainer):  # type: ignore[attr-defined]
+        if not trainer.is_global_zero or trainer.fast_dev_run or not recordable(model) or is_sharded(trainer):  # type: ignore[attr-defined]
             return
         begin = time.monotonic()
         device = trainer.strategy.root_device
@@ -209,8 +209,8 @@ def _averaged(trainer: Trainer, module: LightningModule) -> Iterator[bool]:
             average._swap_models(module)
 
 
-def _sharded(trainer: Trainer) -> bool:
-    """Whether a forward pass needs all processes."""
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether the processes share the weights out among them, so that a forward pass needs all of them."""
     return any(word in type(trainer.strategy).__name__ for word in ("FSDP", "DeepSpeed", "ModelParallel"))
 
 

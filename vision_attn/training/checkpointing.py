@@ -145,8 +145,12 @@ class RunCheckpoint(Checkpoint):
 def link_or_copy(source: Path, target: Path) -> None:
     """Make ``target`` the same file as ``source`` in one step: by a hard link, or a copy where links do not exist.
 
-    Sharing is safe because checkpoints are replaced, never written into.
+    Sharing is safe because checkpoints are replaced, never written into. A folder, as sharding strategies save, is copied.
     """
+    if source.is_dir():
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+        return
     temporary = target.with_name(f".{target.name}.link")
     temporary.unlink(missing_ok=True)
     try:

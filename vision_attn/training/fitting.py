@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
-from vision_attn.explain.callback import AttentionWatch
+from vision_attn.explain.callback import AttentionWatch, is_sharded
 from vision_attn.training.budget import Budget, parse_budget
 from vision_attn.training.checkpointing import AtomicCheckpointIO, RunCheckpoint
 from vision_attn.training.ema import EMA, EmaConfig
@@ -96,10 +96,12 @@ def finish(
     chosen = folder / "best.ckpt"
     if not chosen.is_file():
         chosen = folder / "last.ckpt"
+    if is_sharded(trainer):
+        return _finish_sharded(run, trainer, chosen, test)
     if chosen.is_file():
         load_weights(module, chosen)
     if trainer.is_global_zero:
-        export(run, module)
+        export(run, module.model)
         draw(run, trainer, module, data)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, AttentionWatch):
@@ -112,6 +114,27 @@ def finish(
         tested = {k: round(float(v), 6) for k, v in results[0].items() if not k.startswith("test/loss")}
         if trainer.is_global_zero:
             run.write_summary(**tested)
+    return run.summary
+
+
+def _finish_sharded(run: RunFolder, trainer: Trainer, chosen: Path, test: bool) -> dict[str, Any]:
+    """Export what the checkpoint holds: the module cannot take whole weights any more, nor be evaluated by one."""
+    from vision_attn.checkpoints import load_model
+
+    if not trainer.is_global_zero:
+        return run.summary
+    what = f"pictures{' and the test' if test else ''} are left out"
+    if chosen.is_file():
+        export(run, load_model(chosen))
+        also = "vision-attn test" if test else "vision-attn validate"
+        print(f"the weights were shared out, so {what}: {also} --ckpt_path {run.path}", file=sys.stderr)
+    else:
+        run.write_summary()
+        print(
+            f"the weights were shared out and saved so, so {what}. One file of them: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {chosen}",
+            file=sys.stderr,
+        )
     return run.summary
 
 
@@ -129,14 +152,14 @@ def load_weights(module: TrainingModule, path: Path) -> None:
     module.load_state_dict(state)
 
 
-def export(run: RunFolder, module: TrainingModule) -> None:
+def export(run: RunFolder, model: Any) -> None:
     """``model.safetensors`` and ``config.json``; the summary."""
     from vision_attn.checkpoints import save_model
 
-    config = module.model.config
+    config = model.config
     run.write_summary()
     config["extra"] |= {k: v for k, v in run.summary.items() if k.startswith("val/")}
-    save_model(module.model, run.path)
+    save_model(model, run.path)
 
 
 def draw(run: RunFolder, trainer: Trainer, module: TrainingModule, data: LightningDataModule) -> None:
