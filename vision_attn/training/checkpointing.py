@@ -145,7 +145,8 @@ class RunCheckpoint(Checkpoint):
 def link_or_copy(source: Path, target: Path) -> None:
     """Make ``target`` the same file as ``source`` in one step: by a hard link, or a copy where links do not exist.
 
-    Sharing is safe because checkpoints are replaced, never written into. A folder, as sharding strategies save, is copied.
+    Sharing is safe because checkpoints are replaced, never written into. Folders, as sharding strategies save them, are
+    copied.
     """
     if source.is_dir():
         shutil.rmtree(target, ignore_errors=True)
