@@ -169,7 +169,8 @@ def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tenso
     """Resize, crop and normalise RGB pictures as a model's configuration says; ``(B, C, H, W)`` float."""
     settings = config["preprocess"]
     size = (int(settings["size"][0]), int(settings["size"][1]))
-    x = torch.stack([resize_and_crop(p, size, float(settings.get("crop_pct") or 1.0)) for p in pictures])
+    crop, interpolation = float(settings.get("crop_pct") or 1.0), settings.get("interpolation") or "bilinear"
+    x = torch.stack([resize_and_crop(picture, size, crop, interpolation) for picture in pictures])
     x = x.float() / 255.0
     if config.get("args", {}).get("in_chans", 3) == 1:
         x = (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)  # ITU-R 601 luma

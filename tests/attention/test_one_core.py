@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "certificates": {"attention", "layers", "models", "training"},  # training: the contrastive loss
     "data": set(),
     "detection": {"attention", "layers", "data"},
-    "checkpoints": {"attention", "layers", "models"},
+    "checkpoints": {"attention", "layers", "models", "data"},  # data: the ways of resizing an image
     "explain": {"attention", "layers", "models", "checkpoints", "detection"},
     "training": {"attention", "layers", "models", "data", "detection", "checkpoints", "explain"},
     "lessons": {"attention", "layers", "models", "detection", "explain"},

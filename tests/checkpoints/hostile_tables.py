@@ -252,6 +252,10 @@ def changes():
         "means_of_two_channels": (set_preprocess("mean", [0.5, 0.5]), "2 numbers for images of 3 channels"),
         "means_that_are_no_numbers": (set_preprocess("mean", [float("nan")] * 3), "holds nan, which is no number"),
         "unknown_interpolation": (set_preprocess("interpolation", "magic"), "unknown preprocess.interpolation 'magic'"),
+        "interpolation_of_a_list": (
+            set_preprocess("interpolation", ["bicubic"]),
+            "unknown preprocess.interpolation list",
+        ),
         "no_crop": (set_preprocess("crop_pct", 1e-9), "crop_pct must be a share of the image"),
         "preprocess_of_text": (lambda c: c.__setitem__("preprocess", "x"), "preprocess must be a table"),
         "labels_of_numbers": (lambda c: c.__setitem__("labels", [1] * 7), "labels must be a list of names"),

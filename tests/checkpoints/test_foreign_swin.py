@@ -102,3 +102,17 @@ def test_another_number_of_classes(foreign, tmp_path):
     with pytest.warns(UserWarning, match="the head"):
         model = va.load_model(tmp_path / "w.pth", num_classes=3)
     assert model(torch.randn(1, 3, 128, 128)).shape == (1, 3)
+
+
+def test_a_folder_of_transformers_says_its_labels_and_how_pixels_come(foreign, tmp_path):
+    peer = of_transformers(1)
+    names = {str(i): f"class {i}" for i in range(peer.config.num_labels)}
+    torch.save(peer.state_dict(), tmp_path / "pytorch_model.bin")
+    config = peer.config.to_dict() | {"id2label": names}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(seen))
+    ours = va.load_model(tmp_path)
+    assert ours.config["labels"] == list(names.values())
+    found = ours.config["preprocess"]
+    assert (found["mean"], found["std"], found["interpolation"]) == (seen["image_mean"], seen["image_std"], "bilinear")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+import torchvision
 from torchvision.models import VisionTransformer, resnet18, resnet50
 
 import vision_attn as va
-from vision_attn.checkpoints import read_state_dict
+from vision_attn.checkpoints import layouts, read_state_dict
+from vision_attn.checkpoints.hints import Hints
 from vision_attn.checkpoints.peers import write_for
 from vision_attn.errors import UserError
 
@@ -24,6 +28,42 @@ def test_vit_and_back(foreign, tmp_path):
     for again in (vit(), layout.peer(ours)):
         again.load_state_dict(read_state_dict(file)[0], strict=True)
         foreign.same(ours, again, x)
+
+
+PUBLISHED = [
+    weights
+    for name in (
+        "swin_t",
+        "swin_s",
+        "swin_b",
+        "swin_v2_t",
+        "swin_v2_s",
+        "swin_v2_b",
+        "vit_b_16",
+        "vit_l_16",
+        "vit_h_14",
+    )
+    for weights in torchvision.models.get_model_weights(name)
+    if "LINEAR" not in weights.name  # the tensors of these look like those of the others, and are cropped otherwise
+]
+
+
+@pytest.mark.parametrize("weights", PUBLISHED, ids=str)
+def test_images_are_prepared_as_for_the_published_weights(weights):
+    theirs = weights.transforms()
+    name = str(weights).partition("_Weights")[0].lower()
+    with torch.device("meta"):
+        peer = torchvision.models.get_model(name, image_size=theirs.crop_size[0]) if "vit" in name else None
+        state = (peer or torchvision.models.get_model(name)).state_dict()
+    keys, shapes = set(state), {key: tuple(value.shape) for key, value in state.items()}
+    (layout,) = [m for m in layouts.modules() if m.PEER == "torchvision" and m.recognises(keys, shapes)]
+    named = "swinv2_tiny_window8_256" if "v2" in name else None  # no tensor says how large its windows are
+    found = layout.infer(shapes, Hints(Path("weights.pth"), named)).preprocess
+    assert found["interpolation"] == theirs.interpolation.value
+    side = found["size"] if isinstance(found["size"], int) else min(found["size"])
+    assert side == theirs.crop_size[0]
+    assert round(side / found["crop_pct"]) == theirs.resize_size[0]
+    assert (found["mean"], found["std"]) == (theirs.mean, theirs.std)
 
 
 def test_old_names_of_the_mlp(foreign, tmp_path):

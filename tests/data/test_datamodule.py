@@ -107,6 +107,12 @@ def test_sample_grid() -> None:
         ({"batch_size": 0}, "data.batch_size"),
         ({"val_fraction": 1.0}, "data.val_fraction"),
         ({"img_size": 0}, "data.img_size"),
+        ({"crop_pct": 0.01}, "data.crop_pct is 0.01: expected a share of the image, 0.05 to 1"),
+        ({"crop_pct": 1.1}, "data.crop_pct"),
+        ({"crop_pct": float("nan")}, "data.crop_pct"),
+        ({"interpolation": "cubic"}, "data.interpolation is 'cubic': expected one of bilinear, bicubic"),
+        ({"crop_pct": 0.9}, "data.crop_pct has nothing to say for 'digits'"),
+        ({"interpolation": "bicubic"}, "data.interpolation has nothing to say for 'digits'"),
     ],
 )
 def test_mistakes(kwargs: dict, word: str) -> None:
@@ -121,6 +127,26 @@ def test_images_follow_the_precision_of_the_trainer() -> None:
     data.trainer = Trainer(accelerator="cpu", precision="bf16-true", logger=False, enable_checkpointing=False)
     batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())))
     assert batch["image"].dtype == torch.bfloat16
+
+
+def test_sets_of_one_size_are_what_they_were() -> None:
+    plain = ImageData("digits", img_size=13)
+    said = ImageData("digits", img_size=13, crop_pct=1.0, interpolation="bilinear")
+    assert plain.preprocess == said.preprocess
+    assert (plain.preprocess["interpolation"], plain.preprocess["crop_pct"]) == ("bilinear", 1.0)
+
+
+def test_plain_images_are_chosen_by_the_seed_and_balanced() -> None:
+    data = ImageData("digits", seed=3)
+    train = data._required("train")
+    rows = subset_rows(train.labels, train.ids, 1.0, 101, 3)
+    assert rows is not None
+    torch.testing.assert_close(data.plain_images(101), data.augmenter.normalize(train.batch(rows)["image"]))
+    counts = train.labels[rows].bincount(minlength=10)
+    assert counts.max() - counts.min() <= 3
+    other = ImageData("digits", seed=4).plain_images(101)
+    assert (other != data.plain_images(101)).any()
+    assert len(data.plain_images(5000)) == 1257
 
 
 def test_sources_are_registered() -> None:

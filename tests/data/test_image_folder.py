@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as transforms
 
-from vision_attn.data import ImageData, MemorySet, StreamedSet
-from vision_attn.data.images import read_image, resize_and_crop
+from vision_attn.data import AugmentConfig, ImageData, MemorySet, StreamedSet
+from vision_attn.data.images import INTERPOLATIONS, read_image, resize_and_crop, resized_crop
 from vision_attn.errors import UserError
 
 
@@ -126,3 +127,133 @@ def test_resize_covers_and_crops_the_middle() -> None:
     same = torch.randint(0, 256, (7, 11, 3), dtype=torch.uint8)
     assert torch.equal(resize_and_crop(Image.fromarray(same.numpy()), (7, 11)), same.permute(2, 0, 1))
     assert resize_and_crop(Image.fromarray(array), (40, 3), crop_pct=0.9).shape == (3, 40, 3)
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+@pytest.mark.parametrize(
+    ("whole", "resized", "size"),
+    # sizes that others reach without rounding: the scale is whole, and so are the margins that are cut off
+    [((51, 69), (17, 23), (13, 11)), ((17, 23), (51, 69), (41, 37)), ((51, 69), (17, 23), (17, 13))],
+)
+def test_pixels_are_those_of_others(
+    name: str, whole: tuple[int, int], resized: tuple[int, int], size: tuple[int, int]
+) -> None:
+    picture = noise(*whole)
+    crop_pct = max(size[0] / resized[0], size[1] / resized[1])
+    ours = resize_and_crop(picture, size, crop_pct, name)
+    # timm draws one of two where a checkpoint says "random", which an evaluation cannot
+    mode = transforms.InterpolationMode("bilinear" if name == "random" else name)
+    theirs = transforms.center_crop(transforms.resize(picture, list(resized), mode), list(size))
+    torch.testing.assert_close(ours, transforms.pil_to_tensor(theirs), rtol=0, atol=1)
+
+
+def test_every_interpolation_is_its_own_and_others_are_refused() -> None:
+    picture = noise(31, 37)
+    cut = {name: resize_and_crop(picture, (13, 17), 0.9, name) for name in INTERPOLATIONS if name != "random"}
+    drawn = {name: resized_crop(picture, (13, 17), 0.3, [0.5, 0.4, 0.3, 0.2], name) for name in cut}
+    for pixels in (cut, drawn):
+        assert len({tuple(image.flatten().tolist()) for image in pixels.values()}) == len(cut) == 6
+    torch.testing.assert_close(resize_and_crop(picture, (13, 17), 0.9), cut["bilinear"], rtol=0, atol=0)
+    with pytest.raises(UserError, match=r"Unknown interpolation 'cubic'\. Did you mean bicubic.* lanczos"):
+        resize_and_crop(picture, (13, 17), 1.0, "cubic")
+
+
+def test_both_sets_are_cut_and_resized_as_asked(tmp_path: Path) -> None:
+    for number in range(20):
+        path = tmp_path / "ab"[number % 2] / f"{number:02}.png"
+        path.parent.mkdir(exist_ok=True)
+        noise(31, 37, number).save(path)
+    options = {"root": tmp_path, "img_size": (11, 13), "crop_pct": 0.7, "interpolation": "bicubic", "max_images": 7}
+    small = ImageData("image_folder", **options)  # type: ignore[arg-type]
+    large = ImageData("image_folder", memory_limit_mb=0, **options)  # type: ignore[arg-type]
+    for data in (small, large):
+        assert (data.preprocess["crop_pct"], data.preprocess["interpolation"]) == (0.7, "bicubic")
+    for split in ("train", "val", "test"):  # the training set is a subset, so it went through ``take``
+        one, other = small._required(split), large._required(split)  # type: ignore[arg-type]
+        assert isinstance(one, MemorySet)
+        assert isinstance(other, StreamedSet)
+        rows = torch.arange(len(one))
+        torch.testing.assert_close(other.batch(rows)["image"], one.batch(rows)["image"], rtol=0, atol=0)
+        for row, path in enumerate(other.paths):
+            expected = resize_and_crop(read_image(path), (11, 13), 0.7, "bicubic")
+            torch.testing.assert_close(one.images[row], expected, rtol=0, atol=0)
+    augment = AugmentConfig(resized_crop=0.3)
+    drawn = [
+        ImageData("image_folder", memory_limit_mb=0, augment=augment, **{**options, "interpolation": name})  # type: ignore[arg-type]
+        ._required("train")
+        .batch(torch.arange(7), epoch=0)["image"]  # type: ignore[call-arg]
+        for name in ("bicubic", "nearest")
+    ]
+    assert (drawn[0] != drawn[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        ("val test", ["holds test, val and no train", "Put training images into"]),
+        ("test", ["holds test and no train", "Put training images into"]),
+        ("training validation", ["no train", "Rename training to train and validation to val"]),
+        ("Train Valid TESTING", ["no train", "Rename TESTING to test and Train to train and Valid to val"]),
+        ("train_val", []),
+        ("train validation", ["holds train and validation:", "not be looked at", "Rename validation to val"]),
+        ("train valid test", ["holds train and valid:", "Rename valid to val"]),
+        ("train val testing", ["holds train and testing:", "Rename testing to test"]),
+        ("train val valid", []),  # something of the user's own beside the three
+        ("cat test", []),  # a class of this name among others
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_splits_by_another_name_are_not_taken_for_classes(tmp_path: Path, folders: str, words: list[str]) -> None:
+    for split in folders.split():
+        for number in range(4):
+            picture(tmp_path / split / "ab"[number % 2] / f"{number}.png")
+    if not words:
+        ImageData("image_folder", root=tmp_path, img_size=5)
+        return
+    with pytest.raises(UserError) as raised:
+        ImageData("image_folder", root=tmp_path, img_size=5)
+    message = str(raised.value)
+    assert f"Expected {tmp_path}/train/<class>/<image>" in message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_classes_may_be_called_like_splits(tmp_path: Path) -> None:
+    for number in range(8):
+        picture(tmp_path / ("test", "val")[number % 2] / f"{number}.png")
+    assert ImageData("image_folder", root=tmp_path, img_size=5).labels == ["test", "val"]
+
+
+def test_a_strange_class_is_told_in_one_line(tmp_path: Path) -> None:
+    for number in range(997):
+        (tmp_path / "train" / f"kind_{number:03}").mkdir(parents=True)
+        (tmp_path / "train" / f"kind_{number:03}" / "1.png").touch()  # not opened before pixels are asked for
+    picture(tmp_path / "val" / "kind_12" / "1.png")
+    with pytest.raises(UserError, match=r"kind_12 is a class that no training image has\. Did you mean") as raised:
+        ImageData("image_folder", root=tmp_path)
+    assert "There are: kind_000, kind_001, kind_002, kind_003, kind_004 and 992 more." in str(raised.value)
+
+
+@pytest.mark.parametrize("limit", [0, 64])
+def test_a_first_layer_sees_every_class(tmp_path: Path, limit: int) -> None:
+    """Whitening is read off some training images, and a folder's come class by class."""
+    for label in range(5):
+        for number in range(23):
+            picture(tmp_path / f"class_{label}" / f"{number}.png", (50 * label, 0, 0), (5, 5))
+    seen = []
+    for seed in (1, 1, 2):
+        data = ImageData("image_folder", root=tmp_path, img_size=5, memory_limit_mb=limit, seed=seed)
+        images = data.denormalize(data.plain_images(17))
+        assert images.shape == (17, 3, 5, 5)
+        counts = images[:, 0, 0, 0].div(50, rounding_mode="floor").long().bincount(minlength=5)
+        assert counts.min() >= 3
+        seen.append(images)
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0)
+    train = data._required("train")
+    everything = data.augmenter.normalize(train.batch(torch.arange(len(train)))["image"])
+    torch.testing.assert_close(data.plain_images(1000), everything)

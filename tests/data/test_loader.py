@@ -96,6 +96,8 @@ def test_evaluation_sees_every_sample_once(n: int, size: int, world: int) -> Non
     batches = [[batch["index"] for batch in loader] for loader in loaders]
     assert sorted(torch.cat([torch.cat(b) for b in batches]).tolist()) == list(range(1000, 1000 + n))
     assert all(len(batch) >= 1 for rank in batches for batch in rank)
+    most = max(len(batch) for rank in batches for batch in rank)
+    assert most <= size or (size == 1 and n % world and most == 2)
 
 
 @pytest.mark.parametrize(("n", "batches", "last"), [(20, 4, 5), (22, 5, 2), (21, 4, 5), (3, 1, 3), (1, 1, 1)])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
+from vision_attn.data.images import INTERPOLATIONS, SMALLEST_CROP
 from vision_attn.errors import UserError, closest
 from vision_attn.models import list_models, model_from_config
 
@@ -29,8 +30,6 @@ LARGEST_IMAGE = 8192
 
 MOST_VALUES = 500_000
 """A hundred thousand classes have room, a list that holds itself has not."""
-
-INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos", "box", "hamming", "random")
 
 _PRIVATE = (
     "pretrained",
@@ -167,12 +166,14 @@ def _check_preprocess(preprocess: Mapping[str, Any], channels: Any, path: str | 
         if key == "std" and min(values) <= 0:
             raise UserError(f"{path}: preprocess.std must be positive, not {min(values)}.")
     interpolation = preprocess.get("interpolation", "bilinear")
-    if interpolation not in INTERPOLATIONS:
+    if not isinstance(interpolation, str) or interpolation not in INTERPOLATIONS:
         known = ", ".join(INTERPOLATIONS)
         raise UserError(f"{path}: unknown preprocess.interpolation {_short(interpolation)}; there are: {known}.")
     crop = preprocess.get("crop_pct", 1.0)
-    if not _is_number(crop) or not 0.05 <= crop <= 1:
-        raise UserError(f"{path}: preprocess.crop_pct must be a share of the image, 0.05 to 1, not {_short(crop)}.")
+    if not _is_number(crop) or not SMALLEST_CROP <= crop <= 1:
+        raise UserError(
+            f"{path}: preprocess.crop_pct must be a share of the image, {SMALLEST_CROP:g} to 1, not {_short(crop)}."
+        )
 
 
 def _check_labels(labels: Any, classes: Any, path: str | Path) -> None:

@@ -183,6 +183,6 @@ def refuse_mechanisms(model: Any, allowed: Mapping[str, tuple[Any, ...]], who: s
         raise UserError(f"{who} has no attention with {key}={value!r}; the model can only be kept in our own format.")
 
 
-def imagenet(size: int | list[int], crop_pct: float = 0.875) -> dict[str, Any]:
-    """torchvision's preprocessing of ImageNet."""
-    return {**IMAGENET, "interpolation": "bilinear", "crop_pct": crop_pct, "size": size}
+def imagenet(size: int | list[int], crop_pct: float = 0.875, interpolation: str = "bilinear") -> dict[str, Any]:
+    """Preprocessing of ImageNet; by default that of most of torchvision's models."""
+    return {**IMAGENET, "interpolation": interpolation, "crop_pct": crop_pct, "size": size}

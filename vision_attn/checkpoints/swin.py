@@ -15,12 +15,23 @@ from vision_attn.atomic import atomic_write_text
 from vision_attn.checkpoints import swin_names, timm_names
 from vision_attn.checkpoints.hints import Found, Hints, Shapes, count, in_zoo, plain, ratio
 from vision_attn.checkpoints.layouts import imagenet, refuse_mechanisms
+from vision_attn.checkpoints.transformers_vit import labels_of, preprocess_of
 from vision_attn.errors import UserError
 from vision_attn.models import list_models, model_defaults
 from vision_attn.models.swin import SwinTransformer
 
 _NAMED = re.compile(r"window(?:(\d+)to)?(\d+)_(?:(\d+)to)?(\d+)")
 """``window12to16_192to256``: windows and image sizes of training and now."""
+
+_RESIZED = {
+    (1, 96, (2, 2, 6, 2)): 232,
+    (1, 96, (2, 2, 18, 2)): 246,
+    (1, 128, (2, 2, 18, 2)): 238,
+    (2, 96, (2, 2, 6, 2)): 260,
+    (2, 96, (2, 2, 18, 2)): 260,
+    (2, 128, (2, 2, 18, 2)): 272,
+}
+"""Version, width and depths of torchvision's Swins → the shorter side that its published weights resize images to."""
 
 ALLOWED: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {"score": ("scaled_dot",), "position": ("relative_bias",)},
@@ -89,8 +100,16 @@ class Layout:
         if not found.headless:
             args["num_classes"] = ours["head.weight"][0]
         found.name, found.args = in_zoo("swin*", args)
-        found.preprocess = known.get("preprocess") or imagenet(args["img_size"])
-        found.labels = hints.config.get("label_names")
+        size = args["img_size"]
+        if self.PEER == "torchvision":
+            side = size if isinstance(size, int) else min(size)
+            resized = _RESIZED.get((self.version, width, tuple(depths)), side)
+            found.preprocess = imagenet(size, min(side / resized, 1.0), "bicubic")
+        elif self.PEER == "transformers":
+            found.preprocess = imagenet(size, 1.0, "bicubic") | preprocess_of(hints.preprocessor)
+        else:
+            found.preprocess = known.get("preprocess") or imagenet(size, 0.9, "bicubic")
+        found.labels = labels_of(hints.config) if self.PEER == "transformers" else hints.config.get("label_names")
         return found
 
     def holds(self, model: Any) -> bool:

@@ -70,6 +70,10 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
         args["num_classes"] = shapes["heads.head.weight"][0]
     found.name, found.args = in_zoo("vit_*_patch*", args)
     found.preprocess = imagenet(args["img_size"])
+    if rows * patch[0] > 224:  # those of SWAG, whose larger images are not cropped
+        found.preprocess = imagenet(args["img_size"], 1.0, "bicubic")
+    elif (width, patch[0]) == (1024, 16):
+        found.preprocess = imagenet(args["img_size"], 224 / 242)
     return found
 
 

@@ -85,7 +85,7 @@ def infer(shapes: Shapes, hints: Hints) -> Found:
         raise UserError(
             f"{hints.path}: its config.json asks for hidden_act={told['hidden_act']!r}, which ours has not."
         )
-    found = Found("", {}, preprocess=_preprocess(hints.preprocessor), labels=labels_of(told))
+    found = Found("", {}, preprocess=preprocess_of(hints.preprocessor), labels=labels_of(told))
     known = told.get("num_attention_heads")
     if hints.name in list_models("vit*"):
         known = model_defaults(str(hints.name))["num_heads"]
@@ -122,7 +122,8 @@ def labels_of(config: Mapping[str, Any]) -> list[str] | None:
     return words
 
 
-def _preprocess(settings: Mapping[str, Any]) -> dict[str, Any]:
+def preprocess_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``preprocessor_config.json`` says of pixels."""
     found: dict[str, Any] = {}
     if settings.get("do_normalize", True) and isinstance(settings.get("image_mean"), list):
         found = {"mean": settings["image_mean"], "std": settings["image_std"]}

@@ -1,7 +1,8 @@
 """What ``validate`` and ``test`` share: a checkpoint of any kind, the data it is for, and a few numbers.
 
 The configuration of the run that a checkpoint lies in is taken when no ``--config`` is given; a foreign checkpoint
-needs ``--data.name`` alone. Images are normalized as the *checkpoint* says, whatever the data set's own statistics are.
+needs ``--data.name`` alone. Images are resized, cut and normalized as the *checkpoint* says, as in a prediction,
+whatever the data set's own size and statistics are; what the user says of size and cut stands.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ def evaluate(verb: str, argv: list[str]) -> int:
     config = command.config
     if model.config["task"] != config.task:
         raise UserError(f"{path} is a model for {model.config['task']}, not for {config.task}: leave out --task")
-    if config.data.img_size is None:
-        take_size(config.data, model.config["preprocess"], config.task)
+    take_size(config.data, model.config["preprocess"], config.task)
     reset_trainer(config.trainer)
     command.build_without_model()
     data = command.datamodule
@@ -109,7 +109,16 @@ def reset_trainer(trainer: Any) -> None:
 
 
 def take_size(data: Any, preprocess: dict[str, Any], task: str) -> None:
-    """Bring images to the size that the checkpoint was trained at, in its way."""
+    """Bring images to the size that the checkpoint was trained at, in its way, unless the user has said another."""
+    from vision_attn.data import SOURCES
+
+    if task == "classification" and getattr(SOURCES.get(data.name), "any_size", False):
+        if data.crop_pct is None:
+            data.crop_pct = preprocess.get("crop_pct") or 1.0
+        if data.interpolation is None:
+            data.interpolation = preprocess.get("interpolation") or "bilinear"
+    if data.img_size is not None:
+        return
     size = tuple(preprocess["size"])
     if task != "detection":
         data.img_size = size

@@ -12,9 +12,10 @@ from torch import Tensor
 from vision_attn.data.augment import Augmenter
 from vision_attn.data.base import SplitData
 from vision_attn.data.config import AugmentConfig
+from vision_attn.data.images import INTERPOLATIONS, SMALLEST_CROP
 from vision_attn.data.loader import EvalLoader, TrainLoader
 from vision_attn.data.sets import MemorySet, StreamedSet, hash_sets, subset_rows
-from vision_attn.data.sources import SourceOptions, Split, create_source
+from vision_attn.data.sources import Source, SourceOptions, Split, create_source
 from vision_attn.errors import UserError
 
 _OFF = AugmentConfig()  # not an optional argument: the command line says more about a mistake in a plain one
@@ -24,8 +25,9 @@ class ImageData(SplitData):
     """Images of one class each.
 
     Training batches leave the loader as raw pixels and are augmented and normalised on the model's device, in
-    ``on_after_batch_transfer``. All of that depends on (seed, epoch, sample) alone: not on workers, batch sizes
-    or a resume.
+    ``on_after_batch_transfer``. All of that depends on (seed, epoch, sample) alone: not on workers, batch sizes or a
+    resume. One thing does depend on batch size and number of processes: mixup and CutMix of images too many for memory
+    take the second image from the process's own batch, since others would have to be decoded for it.
 
     Args:
         name: ``digits``, ``digits_canvas``, ``cifar10``, ``cifar100`` or ``image_folder``.
@@ -38,6 +40,12 @@ class ImageData(SplitData):
             larger one with the same seed.
         max_images: most training images to use, chosen in the same way.
         img_size: side, or (height, width), that images are brought to; None for the data set's own.
+        crop_pct: share of an image's shorter side that is kept when its middle is cut out, 0.05 to 1, in training as in
+            evaluation; it travels with the checkpoint. A random resized crop of a streamed image is cut from the whole.
+            None: 1, all of it; in ``validate`` and ``test`` what the checkpoint says. For ``image_folder`` only.
+        interpolation: how images are resized: ``bilinear``, ``bicubic``, ``nearest``, ``lanczos``, ``box``,
+            ``hamming``, or timm's ``random``, which is bilinear here. None: bilinear, or what the checkpoint says, as
+            with ``crop_pct``.
         augment: what is done to training images.
         num_workers: processes that decode images too many for memory. Nothing else needs any.
         seed: of order, augmentation and subsets.
@@ -67,6 +75,8 @@ class ImageData(SplitData):
         fraction: float = 1.0,
         max_images: int | None = None,
         img_size: int | tuple[int, int] | None = None,
+        crop_pct: float | None = None,
+        interpolation: str | None = None,
         augment: AugmentConfig = _OFF,
         num_workers: int = 0,
         seed: int = 0,
@@ -84,6 +94,7 @@ class ImageData(SplitData):
         _check("val_fraction", val_fraction, val_fraction is None or 0.0 <= val_fraction < 1.0, "0 or more, below 1")
         size = (img_size, img_size) if isinstance(img_size, int) else img_size
         _check("img_size", img_size, size is None or (len(size) == 2 and min(size) >= 1), "one or two positive numbers")
+        crop_pct, interpolation = _cropping(crop_pct, interpolation)
         self.name, self.batch_size, self.eval_batch_size = name, batch_size, eval_batch_size
         self.fraction, self.max_images, self.num_workers = fraction, max_images, num_workers
         self.seed, self.drop_last = seed, drop_last
@@ -96,18 +107,15 @@ class ImageData(SplitData):
             seed=seed,
             resized_crop=self.augment.resized_crop,
             memory_limit=memory_limit_mb << 20,
+            crop_pct=crop_pct,
+            interpolation=interpolation,
         )
         self.source = create_source(name, options)
+        _check_heeded(name, self.source, options)
         self.labels: list[str] = list(self.source.labels)
         self.num_classes: int = len(self.labels)
         self.img_size: tuple[int, int] = self.source.size
-        self.preprocess: dict[str, Any] = {
-            "size": list(self.img_size),
-            "mean": list(self.source.mean),
-            "std": list(self.source.std),
-            "interpolation": "bilinear",
-            "crop_pct": 1.0,
-        }
+        self.preprocess: dict[str, Any] = _preprocess(self.source)
         self.augmenter = Augmenter(
             self.augment,
             mean=self.source.mean,
@@ -189,14 +197,53 @@ class ImageData(SplitData):
         return self.augmenter.denormalize(batch["image"]), label.argmax(1) if label.ndim == 2 else label
 
     def plain_images(self, n: int) -> Tensor:
-        """The first n training images, (n, 3, H, W) float, normalised and not augmented."""
+        """n training images, balanced over classes, (n, 3, H, W) float, normalised and not augmented.
+
+        The first ones would not do: image folders come class by class.
+        """
         data = self._required("train")
-        batch = data.batch(torch.arange(min(n, len(data))))
+        rows = subset_rows(data.labels, data.ids, 1.0, n, self.seed)
+        batch = data.batch(torch.arange(len(data.labels)) if rows is None else rows)
         return self.augmenter.normalize(batch["image"])
 
     def denormalize(self, images: Tensor) -> Tensor:
         """Normalised images (B, 3, H, W) back to raw pixels, uint8."""
         return self.augmenter.denormalize(images)
+
+
+def _cropping(crop_pct: float | None, interpolation: str | None) -> tuple[float, str]:
+    """What was asked for, or the usual.
+
+    Raises:
+        UserError: a value that no checkpoint may have.
+    """
+    crop_pct = 1.0 if crop_pct is None else float(crop_pct)
+    interpolation = "bilinear" if interpolation is None else interpolation
+    _check("crop_pct", crop_pct, SMALLEST_CROP <= crop_pct <= 1.0, f"a share of the image, {SMALLEST_CROP:g} to 1")
+    _check("interpolation", interpolation, interpolation in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}")
+    return crop_pct, interpolation
+
+
+def _preprocess(source: Source) -> dict[str, Any]:
+    """What a checkpoint must know to make of any image what was trained on."""
+    return {
+        "size": list(source.size),
+        "mean": list(source.mean),
+        "std": list(source.std),
+        "interpolation": source.interpolation,
+        "crop_pct": source.crop_pct,
+    }
+
+
+def _check_heeded(name: str, source: Source, options: SourceOptions) -> None:
+    """Refuses settings that a source would ignore.
+
+    Raises:
+        UserError: naming the setting.
+    """
+    for key in ("crop_pct", "interpolation"):
+        if getattr(source, key) != getattr(options, key):
+            raise UserError(f"data.{key} has nothing to say for {name!r}, whose images have one size: leave it out.")
 
 
 def _check(name: str, value: object, fine: bool, expected: str) -> None:

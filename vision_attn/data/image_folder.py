@@ -6,6 +6,7 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ from vision_attn.data.sources import (
     hold_out,
     register_source,
 )
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, closest
+
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
+"""Our names of the splits, and what their folders are called elsewhere."""
 
 
 @register_source("image_folder")
@@ -32,15 +36,16 @@ class ImageFolder(Source):
     and ``test`` the images are split 70 / 15 / 15. Both splits are balanced over classes and never change. Classes
     are the folders of the training images, in alphabetical order; images may lie in folders below them.
 
-    Every image is resized to cover ``img_size`` (224 x 224 by default) and its middle is cut out. Folders that fit in
-    memory are decoded once, when they are opened, which finds files that cannot be read; larger ones are decoded
-    as they are needed.
+    Every image is resized to cover ``img_size / crop_pct`` (224 x 224 and 1 by default) and ``img_size`` is cut out of
+    its middle. Folders that fit in memory are decoded once, when they are opened, which finds files that cannot be
+    read; larger ones are decoded as they are needed.
 
     Raises:
-        UserError: no root, no class folders, a class folder with no images, a class outside training, an
-            unreadable file.
+        UserError: no root, no class folders, folders that look like splits but are not called ``train``, ``val`` and
+            ``test``, a class folder with no images, a class outside training, an unreadable file.
     """
 
+    any_size: ClassVar[bool] = True
     mean, std = IMAGENET_MEAN, IMAGENET_STD
 
     def __init__(self, options: SourceOptions) -> None:
@@ -51,6 +56,8 @@ class ImageFolder(Source):
         if not self.root.is_dir():
             raise UserError(f"There is no folder {self.root}: data.root names the folder with one folder per class.")
         self.size = options.img_size or (224, 224)
+        self.crop_pct, self.interpolation = options.crop_pct, options.interpolation
+        _refuse_other_splits(self.root)
         self.flat = not (self.root / "train").is_dir()
         if (self.root / "val").is_dir() and not self.flat and options.val_fraction is not None:
             raise UserError(
@@ -71,7 +78,10 @@ class ImageFolder(Source):
         names = _class_folders(folder)
         strange = sorted(set(names) - set(self.labels))
         if strange:
-            raise UserError(f"{folder / strange[0]} is a class that no training image has: there are {self.labels}.")
+            raise UserError(
+                f"{folder / strange[0]} is a class that no training image has.{closest(strange[0], self.labels)} "
+                f"There are: {_few(self.labels)}."
+            )
         paths: list[str] = []
         labels: list[int] = []
         for name in names:
@@ -108,11 +118,20 @@ class ImageFolder(Source):
         height, width = self.size
         if len(paths) * 3 * height * width > self.options.memory_limit:
             crop = self.options.resized_crop if split == "train" else 0.0
-            return StreamedSet(paths, labels, ids, size=self.size, seed=self.options.seed, resized_crop=crop)
+            return StreamedSet(
+                paths,
+                labels,
+                ids,
+                size=self.size,
+                seed=self.options.seed,
+                resized_crop=crop,
+                crop_pct=self.crop_pct,
+                interpolation=self.interpolation,
+            )
         images = torch.empty(len(paths), 3, height, width, dtype=torch.uint8)
 
         def decode(row: int) -> None:
-            images[row] = resize_and_crop(read_image(paths[row]), self.size)
+            images[row] = resize_and_crop(read_image(paths[row]), self.size, self.crop_pct, self.interpolation)
 
         # Pillow lets go of the interpreter while it decodes and resizes, so threads are enough
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -122,6 +141,37 @@ class ImageFolder(Source):
 
 def _class_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _few(names: list[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _refuse_other_splits(root: Path) -> None:
+    """Refuses folders that are splits by another name: they would be trained on as classes, or not be seen at all.
+
+    A class may be called ``test`` too: only folders that hold folders themselves are taken for splits.
+
+    Raises:
+        UserError: saying what was found and what it should be called.
+    """
+    folders = _class_folders(root)
+    known = {alias: split for split, aliases in SPLITS.items() for alias in aliases}
+    found = {name: known[name.casefold()] for name in folders if name.casefold() in known}
+    holding = [name for name in found if _class_folders(root / name)]
+    if (root / "train").is_dir():  # what is missing beside it may be there by another name
+        strange = [name for name in holding if not (root / found[name]).is_dir()]
+        wrong = f"{root} holds train and {_few(strange)}: images there would not be looked at"
+    else:
+        strange = list(found) if holding and len(found) == len(folders) else []
+        wrong = f"{root} holds {_few(strange)} and no train: these would be taken for classes"
+    if not strange:
+        return
+    renamed = [f"{name} to {found[name]}" for name in strange if name != found[name]]
+    advice = f"Rename {' and '.join(renamed)}." if renamed else f"Put training images into {root / 'train'}."
+    raise UserError(f"{wrong}. Expected {root}/train/<class>/<image>, and val and test like train. {advice}")
 
 
 def _images_below(folder: Path) -> list[str]:

@@ -11,9 +11,24 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, closest
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+INTERPOLATIONS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "nearest": Image.Resampling.NEAREST,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+    # timm's word for one drawn anew for each training image: what a model is asked must not depend on chance
+    "random": Image.Resampling.BILINEAR,
+}
+"""Ways of resizing by the names that checkpoints know them by; all but ``nearest`` are antialiased."""
+
+SMALLEST_CROP = 0.05
+"""Share of an image's shorter side that must be kept at least."""
 
 
 def read_image(path: str | Path) -> Image.Image:
@@ -55,26 +70,50 @@ def to_tensor(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1).contiguous()
 
 
-def resize_and_crop(picture: Image.Image, size: tuple[int, int], crop_pct: float = 1.0) -> Tensor:
+def resampling(name: str) -> Image.Resampling:
+    """Pillow's filter for one of ``INTERPOLATIONS``.
+
+    Raises:
+        UserError: for an unknown name.
+    """
+    if name not in INTERPOLATIONS:
+        known = ", ".join(INTERPOLATIONS)
+        raise UserError(f"Unknown interpolation {name!r}.{closest(str(name), INTERPOLATIONS)} There are: {known}.")
+    return INTERPOLATIONS[name]
+
+
+def resize_and_crop(
+    picture: Image.Image, size: tuple[int, int], crop_pct: float = 1.0, interpolation: str = "bilinear"
+) -> Tensor:
     """Resize so that the image just covers ``size / crop_pct`` and cut ``size`` out of its middle.
 
     Args:
         picture: RGB.
         size: (H, W).
         crop_pct: share of the shorter side that is kept.
+        interpolation: one of ``INTERPOLATIONS``.
 
     Returns:
         (3, H, W) uint8.
+
+    Raises:
+        UserError: for an unknown interpolation.
     """
     height, width = size
     scale = max(height / picture.height, width / picture.width) / crop_pct
     inner_w, inner_h = width / scale, height / scale
     left, top = (picture.width - inner_w) / 2, (picture.height - inner_h) / 2
     box = (left, top, left + inner_w, top + inner_h)
-    return to_tensor(_resize(picture, size, box))
+    return to_tensor(_resize(picture, size, box, interpolation))
 
 
-def resized_crop(picture: Image.Image, size: tuple[int, int], smallest: float, draw: list[float]) -> Tensor:
+def resized_crop(
+    picture: Image.Image,
+    size: tuple[int, int],
+    smallest: float,
+    draw: list[float],
+    interpolation: str = "bilinear",
+) -> Tensor:
     """A random part of the image, resized (Szegedy et al. 2015).
 
     Args:
@@ -82,9 +121,13 @@ def resized_crop(picture: Image.Image, size: tuple[int, int], smallest: float, d
         size: (H, W) of the result.
         smallest: least share of the area that is kept.
         draw: four uniform numbers: area, aspect ratio, vertical and horizontal place.
+        interpolation: one of ``INTERPOLATIONS``.
 
     Returns:
         (3, H, W) uint8.
+
+    Raises:
+        UserError: for an unknown interpolation.
     """
     area = (smallest + (1.0 - smallest) * draw[0]) * picture.width * picture.height
     aspect = math.exp((2.0 * draw[1] - 1.0) * math.log(4 / 3)) * size[1] / size[0]
@@ -92,16 +135,19 @@ def resized_crop(picture: Image.Image, size: tuple[int, int], smallest: float, d
     width = min(math.sqrt(area * aspect), picture.width)
     height = min(math.sqrt(area / aspect), picture.height)
     left, top = draw[3] * (picture.width - width), draw[2] * (picture.height - height)
-    return to_tensor(_resize(picture, size, (left, top, left + width, top + height)))
+    return to_tensor(_resize(picture, size, (left, top, left + width, top + height), interpolation))
 
 
-def _resize(picture: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float]) -> Image.Image:
+def _resize(
+    picture: Image.Image, size: tuple[int, int], box: tuple[float, float, float, float], interpolation: str
+) -> Image.Image:
+    resample = resampling(interpolation)
     height, width = size
     left, top = max(box[0], 0.0), max(box[1], 0.0)
     right, bottom = min(box[2], float(picture.width)), min(box[3], float(picture.height))
     if (left, top, right, bottom) == (0.0, 0.0, width, height) == (0.0, 0.0, picture.width, picture.height):
         return picture
-    return picture.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
+    return picture.resize((width, height), resample, box=(left, top, right, bottom))
 
 
 def fingerprint(path: str, label: int) -> bytes:

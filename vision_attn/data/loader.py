@@ -188,11 +188,12 @@ class EvalLoader:
     """Every sample exactly once, in order, over all processes together.
 
     Rank r takes samples r, r + world, ... and cuts its share into batches of nearly equal size, at most
-    ``batch_size``. Every process gets the same number of batches, though their sizes may differ by one.
+    ``batch_size``. Every process gets the same number of batches, though their sizes may differ by one. So where
+    ``batch_size`` is 1 and shares differ, one batch of the larger ones holds two: no process can have a batch of none.
 
     Args:
         data: what to load.
-        batch_size: most samples per batch and process.
+        batch_size: most samples per batch and process, but for that case.
         rank: number of this process.
         world: number of processes.
         num_workers: processes that decode images of a streamed set.

@@ -68,6 +68,8 @@ class StreamedSet(Dataset):
         size: (H, W) that every image is brought to.
         seed: of the random resized crop.
         resized_crop: smallest share of the area kept by it in training; 0 for a plain centre crop.
+        crop_pct: share of the shorter side that the centre crop keeps.
+        interpolation: how images are resized, one of :data:`~vision_attn.data.images.INTERPOLATIONS`.
     """
 
     def __init__(
@@ -79,9 +81,12 @@ class StreamedSet(Dataset):
         size: tuple[int, int],
         seed: int = 0,
         resized_crop: float = 0.0,
+        crop_pct: float = 1.0,
+        interpolation: str = "bilinear",
     ) -> None:
         self.paths, self.labels, self.ids = list(paths), labels, ids
         self.size, self.seed, self.resized_crop = size, seed, resized_crop
+        self.crop_pct, self.interpolation = crop_pct, interpolation
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -95,9 +100,9 @@ class StreamedSet(Dataset):
         if epoch >= 0 and self.resized_crop:
             streams = (Stream.RESIZED_AREA, Stream.RESIZED_ASPECT, Stream.RESIZED_Y, Stream.RESIZED_X)
             draw = uniforms(self.seed, epoch, self.ids[row : row + 1], streams)[0].tolist()
-            image = image_files.resized_crop(picture, self.size, self.resized_crop, draw)
+            image = image_files.resized_crop(picture, self.size, self.resized_crop, draw, self.interpolation)
         else:
-            image = image_files.resize_and_crop(picture, self.size)
+            image = image_files.resize_and_crop(picture, self.size, self.crop_pct, self.interpolation)
         return {"image": image, "label": self.labels[row], "index": self.ids[row]}
 
     def take(self, rows: Tensor) -> StreamedSet:
@@ -110,6 +115,8 @@ class StreamedSet(Dataset):
             size=self.size,
             seed=self.seed,
             resized_crop=self.resized_crop,
+            crop_pct=self.crop_pct,
+            interpolation=self.interpolation,
         )
 
     def batch(self, rows: Tensor, epoch: int = -1) -> dict[str, Any]:

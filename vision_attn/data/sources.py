@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class SourceOptions:
         seed: of random resized crops in workers.
         resized_crop: as in :class:`AugmentConfig`, for streamed images.
         memory_limit: decoded bytes up to which a set is kept in memory.
+        crop_pct: share of the shorter side that is kept when the middle of an image is cut out. This and the next are
+            for sources of ``any_size``.
+        interpolation: how images are resized, one of :data:`~vision_attn.data.images.INTERPOLATIONS`.
     """
 
     root: str | Path | None = None
@@ -43,6 +46,8 @@ class SourceOptions:
     seed: int = 0
     resized_crop: float = 0.0
     memory_limit: int = 1 << 30
+    crop_pct: float = 1.0
+    interpolation: str = "bilinear"
 
 
 class Source(ABC):
@@ -52,8 +57,14 @@ class Source(ABC):
         labels: class names; their places are the class numbers.
         size: (H, W) of the images.
         mean, std: per channel, of pixels scaled to 0...1, for normalisation.
+        any_size: whether the images are files of any size, brought to ``size`` as ``options.crop_pct`` and
+            ``options.interpolation`` say.
+        crop_pct, interpolation: how they are brought there in truth, which a checkpoint is told.
     """
 
+    any_size: ClassVar[bool] = False
+    crop_pct: float = 1.0
+    interpolation: str = "bilinear"
     labels: list[str]
     size: tuple[int, int]
     mean: tuple[float, float, float]
