@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,9 @@ def atomic_write(path: str | Path, writer: Callable[[Path], object]) -> Path:
         UserError: the disk (or the user's quota) is full.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        writer(path)  # a pipe or a device, as /dev/stdout: nothing in it could be kept, and it must not be replaced
+        return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -58,6 +62,25 @@ def atomic_write(path: str | Path, writer: Callable[[Path], object]) -> Path:
 def atomic_write_text(path: str | Path, text: str) -> Path:
     """:func:`atomic_write` for a text file in UTF-8."""
     return atomic_write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def remove_leftovers(path: str | Path) -> list[Path]:
+    """Remove what writers of ``path`` that were killed (``kill -9``, a power cut) left beside it.
+
+    Call it where nobody is writing ``path``: the temporary file of a writer at work looks the same.
+
+    Args:
+        path: as for :func:`atomic_write`; it is not touched itself.
+
+    Returns:
+        The files removed.
+    """
+    path = Path(path)
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.tmp")  # as mkstemp names them
+    found = [f for f in path.parent.iterdir() if pattern.fullmatch(f.name)] if path.parent.is_dir() else []
+    for file in found:
+        file.unlink(missing_ok=True)
+    return found
 
 
 def is_full_disk(error: BaseException) -> bool:

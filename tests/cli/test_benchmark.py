@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -49,6 +50,28 @@ def test_measure_save_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert list(cell) == ["5"]
         assert set(cell["5"]) == able(training="training" in name, kind=name.split()[2])
         assert all(ms > 0 for ms in cell["5"].values())
+
+
+@pytest.mark.parametrize("option", ["--save", "--json"])
+def test_a_full_disk_leaves_the_old_table_whole(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kernel_table.user_path("cpu") if option == "--save" else tmp_path / "shown.json"
+    arguments = [*TINY, "--save"] if option == "--save" else ["--lengths", "[65]", "--json", str(path)]
+    assert main(["benchmark", "kernels", *arguments]) == 0
+    before, real = path.read_bytes(), Path.write_text
+
+    def full(self: Path, text: str, *args: object, **options: object) -> int:
+        real(self, text[: len(text) // 2], *args, **options)  # type: ignore[arg-type]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    capsys.readouterr()
+    assert main(["benchmark", "kernels", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"the disk is full: could not save {path} (the previous file is intact)" in error
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_measuring_alone_keeps_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

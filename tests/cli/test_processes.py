@@ -1,8 +1,10 @@
-"""What only real processes show: kill -9, Ctrl-C, two processes that train together."""
+"""What only real processes show: kill -9, Ctrl-C, SIGTERM, two processes that train together."""
 
 import csv
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,12 +38,12 @@ def _here(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
-def start(*argv):
+def start(*argv, **options):
     command = [sys.executable, "-m", "vision_attn", "fit", "--config", *argv]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
-def wait_for(condition, process, seconds=90.0):
+def wait_for(condition, process, seconds=180.0):
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.stdout.read()
@@ -82,17 +84,26 @@ def test_resume_after_kill_9_is_bit_for_bit():
     assert a["val/acc"] == b["val/acc"]
 
 
-def test_ctrl_c_saves_and_says_how_to_resume():
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_saves_and_says_how_to_resume(number, code):
+    """Ctrl-C of a user, SIGTERM of a cluster whose time is up."""
     process = start("r.yaml", "--trainer.max_epochs", "2000")
     run = Path("runs/r/0")
-    wait_for((run / "metrics.csv").is_file, process)
-    process.send_signal(signal.SIGINT)
-    out = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, out
-    assert "vision-attn fit --config r.yaml --trainer.max_epochs 2000 --ckpt_path runs/r/0/checkpoints/last.ckpt" in out
+    try:
+        wait_for((run / "metrics.csv").is_file, process)
+        process.send_signal(number)
+        out = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == code, out
+    assert "the state is saved in runs/r/0/checkpoints/last.ckpt" in out
     assert "Traceback" not in out
+    assert not list(run.rglob(".*.tmp"))
     step = weights(run)["global_step"]
-    assert main(["fit", "--config", "r.yaml", "--ckpt_path", "last", "--trainer.max_steps", str(step + 3)]) == 0
+    program, *again = shlex.split(re.search(r"to go on: (.*)", out)[1])
+    assert program == "vision-attn"
+    assert {"fit", "r.yaml", "2000", "--ckpt_path"} <= set(again)
+    assert main([*again, "--trainer.max_steps", str(step + 3)]) == 0
     assert weights(run)["global_step"] == step + 3
 
 
@@ -121,3 +132,30 @@ def test_two_processes_equal_one():
     torch.testing.assert_close(
         weights("runs/r/0")["state_dict"], weights("runs/r/1")["state_dict"], rtol=1e-3, atol=1e-4
     )
+
+
+def test_two_processes_go_on_with_their_sums():
+    """Killed in mid-epoch; the row of that epoch is about all of it, and counts no image of either process twice."""
+    plain = ["--model.args.drop_path", "0", "--trainer.max_epochs", "2"]
+    together = ["r.yaml", *plain, "--trainer.devices", "2", "--trainer.strategy", "ddp"]
+    process = start(*together, "--save_every", "0.001s", start_new_session=True)
+    run = Path("runs/r/0")
+    try:
+        wait_for((run / "metrics.csv").is_file, process)
+        seen = set()
+        wait_for(lambda: seen.add(os.stat(run / "checkpoints/last.ckpt").st_mtime_ns) or len(seen) > 4, process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    killed = weights(run)
+    done = killed["global_step"] % 12
+    assert done != 0
+    assert killed["running_means"]["images"] == 50 * done
+    process = start(*together, "--ckpt_path", "last")
+    out = process.communicate(timeout=150)[0]
+    assert process.returncode == 0, out
+    assert main(["fit", "--config", "r.yaml", *plain, "--data.batch_size", "50"]) == 0
+    for a, b in zip(rows("runs/r/0"), rows("runs/r/1"), strict=True):
+        for key in ("step", "lr", "train/acc", "val/acc"):
+            assert a[key] == b[key]
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)

@@ -180,8 +180,17 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, root, case):
     assert first.trainer.global_step == 3
     torch.testing.assert_close(second.module.state_dict(), whole.module.state_dict(), rtol=0, atol=0)
     rows, expected = (read_metrics(r.folder.path / "metrics.csv") for r in (second, whole))
-    for key in ("step", "lr", "val/ap", "val/loss"):
-        assert [row.get(key) for row in rows] == [row.get(key) for row in expected]
+    for key in (
+        "step",
+        "lr",
+        "train/loss",
+        "train/loss_class",
+        "train/class_error",
+        "train/surplus",
+        "val/ap",
+        "val/loss",
+    ):
+        assert [row.get(key) for row in rows] == [row.get(key) for row in expected], key
 
 
 def _copy(options: dict[str, Any]) -> dict[str, Any]:
@@ -281,6 +290,53 @@ def test_enough_queries_are_no_matter_of_talk(finished):
     assert "surplus" not in finished.module.shown
 
 
+def groups_of(run):
+    names = {id(p): name for name, p in run.module.model.named_parameters()}
+    return {names[id(p)]: group for group in run.trainer.optimizers[0].param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize("lr_backbone", [None, 1e-3])
+def test_rates_given_at_the_resume_are_those_of_the_run(tmp_path, root, lr_backbone):
+    """That of the backbone too, also where it had none of its own before and so was in the others' groups."""
+    first = Run(tmp_path, root, stop_at=3, lr_backbone=lr_backbone, optimizer={"lr": 1e-3})
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    optimizer = {"lr": 5e-4, "weight_decay": 0.25, "warmup": 0, "schedule": "constant"}
+    second = Run(tmp_path, root, resume=first.folder.path, lr_backbone=1e-5, optimizer=optimizer, max_epochs=1)
+    second.fit(caught.value.path)
+    for name, group in groups_of(second).items():
+        assert group["lr"] == group["peak_lr"] == (1e-5 if name.startswith("backbone.") else 5e-4)
+        assert group["weight_decay"] in (0.0, 0.25)
+    assert {group["weight_decay"] for group in groups_of(second).values()} == {0.0, 0.25}
+    assert [row["lr"] for row in second.folder.rows] == [5e-4]
+    steps = {int(state["step"]) for state in second.trainer.optimizers[0].state.values()}
+    assert steps == {4}  # all parameters have their old moments
+
+
+def test_the_backbone_can_be_frozen_and_freed_at_a_resume(tmp_path, root):
+    first = Run(tmp_path, root, stop_at=3, lr_backbone=0.0)
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    second = Run(tmp_path, root, resume=first.folder.path, lr_backbone=1e-4, max_epochs=1).fit(caught.value.path)
+    steps = {
+        name: int(second.trainer.optimizers[0].state[p]["step"]) for name, p in second.module.model.named_parameters()
+    }
+    assert {key: steps[key] for key in steps} == {key: 1 if key.startswith("backbone.") else 4 for key in steps}
+
+
+def test_a_test_of_a_detector_stays_with_its_weights(finished):
+    """``finished`` was tested; resumed, it has nothing left to train."""
+    before = json.loads((finished.folder.path / "summary.json").read_text())
+    path = finished.folder.path / "checkpoints" / "last.ckpt"
+    again = Run(finished.folder.root, Path(finished.data.root), resume=finished.folder.path).fit(path)
+    again.folder.write_summary()
+    after = json.loads((finished.folder.path / "summary.json").read_text())
+    assert {key: value for key, value in after.items() if key.startswith("test/")} == {
+        key: value for key, value in before.items() if key.startswith("test/")
+    }
+    assert "test/ap_nms50" in after
+
+
 # -- parts -------------------------------------------------------------------------------------------
 
 
@@ -296,7 +352,7 @@ def test_the_backbone_has_a_rate_of_its_own():
     assert len(groups) == 4
 
 
-@pytest.mark.parametrize("adamw_lr", [None, 1e-4])
+@pytest.mark.parametrize("adamw_lr", [None, 1e-4, 0.0])
 @pytest.mark.parametrize("lr_mult", [None, {"backbone.stem*": 0.5}])
 def test_the_rate_of_the_backbone_is_that_of_all_its_parameters(adamw_lr, lr_mult):
     """With Muon, too, which leaves its norms and its first layer to AdamW."""
@@ -309,13 +365,13 @@ def test_the_rate_of_the_backbone_is_that_of_all_its_parameters(adamw_lr, lr_mul
     for name, parameter in module.model.named_parameters():
         rate, algorithm = rates[id(parameter)]
         if name.startswith("backbone.stem") and lr_mult:
-            own = adamw_lr if algorithm == "adamw" and adamw_lr else 1e-2
+            own = adamw_lr if algorithm == "adamw" and adamw_lr is not None else 1e-2
             assert rate == pytest.approx(0.5 * own)
         elif name.startswith("backbone."):
             assert rate == pytest.approx(3e-4)
             found[algorithm].add(rate)
         else:
-            assert rate == pytest.approx(adamw_lr if algorithm == "adamw" and adamw_lr else 1e-2)
+            assert rate == pytest.approx(adamw_lr if algorithm == "adamw" and adamw_lr is not None else 1e-2)
     assert found["muon"]
     assert found["adamw"]
 
@@ -369,7 +425,7 @@ def test_steps_that_make_no_sense_are_refused(options, says):
 
 def test_patterns_of_the_user_go_before_the_backbones():
     optimizer = with_backbone_rate(OptimizerConfig(lr=1e-3, lr_mult={"backbone.stem*": 0.5}), 1e-4)
-    assert list(optimizer.lr_mult.items()) == [("backbone.stem*", 0.5), ("backbone.*", pytest.approx(0.1))]
+    assert list(optimizer.lr_mult.items()) == [("backbone.stem*", 0.5), ("backbone.*", 1e-4)]
     with pytest.raises(UserError, match="lr_backbone must not be negative"):
         with_backbone_rate(OptimizerConfig(), -1.0)
 

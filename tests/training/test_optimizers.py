@@ -1,14 +1,24 @@
 """Parameter groups, and optimizers against PyTorch's own."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
+import vision_attn as va
 from vision_attn.errors import UserError
 from vision_attn.training.muon import MuonWithAdamW, orthogonalize
-from vision_attn.training.optimizers import OptimizerConfig, build_optimizer, parameter_groups
+from vision_attn.training.optimizers import (
+    OptimizerConfig,
+    PeakRate,
+    adapt_state,
+    build_optimizer,
+    changes,
+    parameter_groups,
+    parameter_names,
+)
 
 
 class Net(nn.Module):
@@ -44,6 +54,60 @@ def test_no_decay_on_norms_biases_and_positions():
     assert decayed[0.0] == everything - decayed[0.3]
 
 
+ZOO = [(name, {}) for name in va.list_models()]
+ZOO += [
+    (f"{kind}detr_tiny", {"backbone": body})
+    for body in ("vit_tiny_patch16_224", "vit_wee_patch16_reg1_gap_256", "swin_cifar_tiny", "swinv2_cifar_tiny")
+    for kind in ("", "dn_")
+]
+ZOO += [("vit_tiny_patch16_224", {"attention": {"position": word}}) for word in ("relative_bias", "cpb", "t5")]
+TABLES = re.compile(
+    r"(.*\.)?(pos_embed|\w+_token|start|query|queries|query_embed(\.weight)?|label_embed\.weight|logit_scale|gamma"
+    r"|queries\.\w+|position\.(table|prefix)|pool\.query)"
+)
+MAPS = re.compile(r".*\.score\.query")  # a matrix from queries to hidden units, not a table
+
+
+@pytest.mark.parametrize(("name", "args"), ZOO, ids=lambda value: value if isinstance(value, str) else str(value))
+def test_no_table_of_the_zoo_is_decayed(name, args):
+    """What is looked up and added is no map between layers, wherever in the model it lies."""
+    with torch.device("meta"):
+        model = va.create_model(name, **args)
+    decayed = names_by(parameter_groups(model, OptimizerConfig(weight_decay=0.3)), model, "weight_decay")[0.3]
+    assert decayed
+    assert not {key for key in decayed if TABLES.fullmatch(key) and not MAPS.fullmatch(key)}
+
+
+def test_the_tables_that_nested_models_have_are_seen():
+    """The pattern above, and so the test, would miss a table under another name."""
+    for name, args, expected in [
+        ("pointer_transformer", {}, {"image_encoder.pos_embed", "start"}),
+        ("detr_tiny", {"backbone": "vit_tiny_patch16_224"}, {"backbone.body.pos_embed", "backbone.body.cls_token"}),
+        ("detr_tiny", {"backbone": "vit_wee_patch16_reg1_gap_256"}, {"backbone.body.reg_token", "queries.position"}),
+        ("dn_detr_tiny", {}, {"label_embed.weight", "queries.content", "queries.anchors"}),
+        ("detr_tiny", {"backbone": "swin_cifar_tiny"}, {"backbone.body.layers.0.blocks.0.attn.position.table"}),
+    ]:
+        with torch.device("meta"):
+            model = va.create_model(name, **args)
+        assert {key for key, _ in model.named_parameters() if TABLES.fullmatch(key)} >= expected
+
+
+@pytest.mark.parametrize("adamw_lr", [0.0, 0.25])
+def test_a_rate_of_zero_is_a_rate(adamw_lr):
+    model = Net()
+    groups = parameter_groups(model, OptimizerConfig(name="muon", lr=1.0, adamw_lr=adamw_lr))
+    assert {(group["algorithm"], group["peak_lr"]) for group in groups} == {("muon", 1.0), ("adamw", adamw_lr)}
+
+
+def test_a_peak_rate_in_place_of_a_factor():
+    model = Net()
+    config = OptimizerConfig(name="muon", lr=1.0, adamw_lr=0.0, lr_mult={"block.0.*": 0.5, "block.*": PeakRate(0.25)})
+    rates = names_by(parameter_groups(model, config), model, "peak_lr")
+    assert rates[0.25] == {"block.1.weight", "block.1.bias", "block.2.weight", "block.2.bias"}
+    assert rates[0.5] == {"block.0.weight"}
+    assert "block.0.bias" in rates[0.0]  # half of the rate of what AdamW takes
+
+
 def test_muon_takes_hidden_matrices():
     model = Net()
     groups = parameter_groups(model, OptimizerConfig(name="muon", adamw_lr=0.5))
@@ -63,7 +127,7 @@ def test_lr_mult():
         parameter_groups(model, OptimizerConfig(lr_mult={"back*": 0.1}))
 
 
-@pytest.mark.parametrize("key", ["lr", "weight_decay", "warmup", "min_lr"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "warmup", "min_lr", "adamw_lr"])
 def test_negative_numbers_are_refused(key):
     with pytest.raises(UserError, match=key):
         OptimizerConfig(**{key: -1.0})
@@ -93,6 +157,81 @@ def test_state_survives_saving(name, tmp_path):
     for seed in (1, 2):
         step(other, second, seed)
     torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+
+
+def stepped(config):
+    """A net after one step, and the optimizer that took it."""
+    model = Net()
+    optimizer = build_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return model, optimizer
+
+
+def states(model, optimizer):
+    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_a_state_finds_its_parameters_in_other_groups(name):
+    """``lr_mult`` makes groups, so another one reorders the parameters, by whose places PyTorch would go."""
+    model, old = stepped(OptimizerConfig(name=name, lr_mult={"head.*": 0.1}))
+    new = build_optimizer(model, OptimizerConfig(name=name, lr=0.5, weight_decay=0.25, lr_mult={"stem.*": 0.1}))
+    names = parameter_names(model, new)
+    new.load_state_dict(adapt_state(old.state_dict(), parameter_names(model, old), new, names))
+    torch.testing.assert_close(states(model, new), states(model, old), rtol=0, atol=0)
+    assert {group["peak_lr"] for group in new.param_groups} == {0.5, 0.05}
+    assert {group["weight_decay"] for group in new.param_groups} == {0.25, 0.0}
+
+
+def test_a_state_goes_on_where_parameters_were_frozen_or_freed():
+    model, old = stepped(OptimizerConfig())
+    saved, names = old.state_dict(), parameter_names(model, old)
+    model.frozen.requires_grad_(True)
+    model.head.requires_grad_(False)
+    new = build_optimizer(model, OptimizerConfig())
+    new.load_state_dict(adapt_state(saved, names, new, parameter_names(model, new)))
+    expected = {key: value for key, value in states(model, old).items() if not key.startswith("head.")}
+    torch.testing.assert_close(states(model, new), expected, rtol=0, atol=0)
+    model.frozen.weight.grad = torch.ones_like(model.frozen.weight)
+    new.step()
+    assert new.state[model.frozen.weight]["step"] == 1
+
+
+def test_a_state_without_names_goes_by_places():
+    """Of checkpoints from before they were kept."""
+    model, old = stepped(OptimizerConfig())
+    new = build_optimizer(model, OptimizerConfig(lr=0.5))
+    new.load_state_dict(adapt_state(old.state_dict(), None, new, parameter_names(model, new)))
+    torch.testing.assert_close(states(model, new), states(model, old), rtol=0, atol=0)
+    assert {group["peak_lr"] for group in new.param_groups} == {0.5}
+    other = build_optimizer(model, OptimizerConfig(lr_mult={"stem.*": 0.1}))
+    with pytest.raises(UserError, match="other groups of parameters"):
+        adapt_state(old.state_dict(), None, other, parameter_names(model, other))
+
+
+@pytest.mark.parametrize("now", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("was", ["adamw", "sgd", "muon"])
+def test_a_state_of_another_optimizer_is_refused(was, now):
+    model = Net()
+    saved, new = (build_optimizer(model, OptimizerConfig(name=name)) for name in (was, now))
+    names = parameter_names(model, new)
+    if was == now:
+        adapt_state(saved.state_dict(), None, new, names)
+        return
+    with pytest.raises(UserError, match=f"the state of {was}, from which {now}.*--model.optimizer.name {was}"):
+        adapt_state(saved.state_dict(), parameter_names(model, saved), new, names)
+
+
+def test_changes_are_told():
+    model = Net()
+    before = parameter_groups(model, OptimizerConfig(lr=0.5))
+    assert changes(before, before) == ""
+    after = parameter_groups(model, OptimizerConfig(lr=0.25, weight_decay=0.125))
+    assert changes(before, after) == "peak_lr 0.5 -> 0.25, weight_decay 0.05 -> 0.125"
+    after = parameter_groups(model, OptimizerConfig(lr=0.5, lr_mult={"head.*": 0.5}))
+    assert changes(before, after) == "peak_lr 0.5 -> 0.25 and 0.5"
 
 
 def test_muon_equals_torch_muon(monkeypatch):

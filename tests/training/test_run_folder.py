@@ -92,6 +92,41 @@ def test_a_run_leaves_everything(tmp_path, make_run):
     assert run_of_checkpoint(tmp_path / "other.ckpt") is None
 
 
+def summary_of(run):
+    return json.loads((run.folder.path / "summary.json").read_text())
+
+
+def numbers_of_test(summary):
+    return {key: value for key, value in summary.items() if key.startswith("test/")}
+
+
+def test_a_test_stays_while_the_weights_do(tmp_path, make_run, monkeypatch):
+    """A finished run that is resumed has nothing to train; one that goes on has other weights."""
+    monkeypatch.setattr("vision_attn.training.fitting.draw", lambda *args: None)  # pictures take the most time
+    monkeypatch.setattr("vision_attn.explain.callback.AttentionWatch.draw", lambda *args: None)
+    run = make_run(tmp_path, max_epochs=1).fit()
+    finish(run.folder, run.trainer, run.module, run.data, test=True)
+    run.folder.write_summary(**{"test/ap_nms50": 0.25})
+    first, last = summary_of(run), run.folder.path / "checkpoints" / "last.ckpt"
+    assert set(numbers_of_test(first)) == {"test/acc", "test/ap_nms50"}
+
+    again = make_run(tmp_path, max_epochs=1, resume=run.folder.path).fit(last)
+    assert finish(again.folder, again.trainer, again.module, again.data).keys() == first.keys()
+    for key in (*numbers_of_test(first), "val/acc", "params", "macs", "data_hash"):
+        assert summary_of(run)[key] == first[key]
+
+    longer = make_run(tmp_path, max_epochs=2, resume=run.folder.path, stop_at=15)
+    with pytest.raises(Interrupted):
+        longer.fit(last)
+    # so far best.ckpt, which it is about, is what it was
+    assert numbers_of_test(summary_of(run)) == numbers_of_test(first)
+    longer = make_run(tmp_path, max_epochs=2, resume=run.folder.path).fit(last)
+    assert not numbers_of_test(summary_of(run))
+    assert not numbers_of_test(finish(longer.folder, longer.trainer, longer.module, longer.data))
+    assert not numbers_of_test(summary_of(run))
+    assert len(longer.folder.rows) == 2
+
+
 def test_what_is_exported_is_the_best_state(tmp_path, make_run):
     from vision_attn.checkpoints import load_model
 

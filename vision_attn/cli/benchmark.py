@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from vision_attn.atomic import atomic_write_text
 from vision_attn.cli.arguments import make_parser, parse
 from vision_attn.cli.benchmark_attention import attention
 from vision_attn.errors import UserError, closest
@@ -64,7 +64,7 @@ def kernels(argv: list[str]) -> int:
         section = _in_use(options.device)
     if options.save:
         path = kernel_table.user_path(options.device)
-        kernel_table.write_section(path, section)
+        kernel_table.write_section(path, section, atomic_write_text)
         kernel_table.load()
         section["source"] = str(path)
     section = _filtered(section, options.dtype, options.lengths)
@@ -73,7 +73,7 @@ def kernels(argv: list[str]) -> int:
         print()
         return 0
     if options.json:
-        Path(options.json).write_text(json.dumps(section, indent=1) + "\n", encoding="utf-8")
+        atomic_write_text(options.json, json.dumps(section, indent=1) + "\n")
     _show(section)
     return 0
 

@@ -86,7 +86,7 @@ class Command(LightningCLI):
             "--budget",
             type=str | int | float | None,
             default=None,
-            help="train for this wall-clock time, validation included, e.g. 10m, 90s, 1.5h; epochs and steps do not count",
+            help="train for this wall-clock time, validation included, e.g. 10m, 90s, 1.5h, whatever epochs and steps",
         )
         parser.add_argument("--test", type=bool, default=False, help="evaluate on the test split after training")
         parser.add_argument("--watch_attention", type=bool, default=True, help="maps and curves of attention in plots/")

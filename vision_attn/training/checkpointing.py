@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from vision_attn.atomic import atomic_write
+from vision_attn.atomic import atomic_write, remove_leftovers
 from vision_attn.training.interrupt import Interrupted, StopSignal
 from vision_attn.training.run_folder import RunFolder
 
@@ -72,6 +72,13 @@ class RunCheckpoint(Checkpoint):
     def best_path(self) -> Path:
         """``<run>/checkpoints/best.ckpt``."""
         return self.run.path / "checkpoints" / "best.ckpt"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Clear away what a killed process of this run left half-written: each such file is as big as a checkpoint."""
+        if stage == "fit" and self.run.resumed and trainer.is_global_zero:  # the folder is this run's alone by now
+            for path in (self.last_path, self.best_path, self.run.path / "model.safetensors"):
+                remove_leftovers(path)
+            _link_name(self.best_path).unlink(missing_ok=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the time to the first save from here."""
@@ -152,13 +159,17 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
         return
-    temporary = target.with_name(f".{target.name}.link")
+    temporary = _link_name(target)
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
         os.replace(temporary, target)
     except OSError:
         atomic_write(target, lambda path: shutil.copyfile(source, path))
+
+
+def _link_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.link")
 
 
 def _validation_follows(trainer: Trainer) -> bool:

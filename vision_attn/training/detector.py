@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from vision_attn.detection.report import nms_beside
 from vision_attn.errors import UserError
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
-from vision_attn.training.optimizers import OptimizerConfig, parameter_groups
+from vision_attn.training.optimizers import OptimizerConfig, PeakRate
 
 LOGGED = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar_100")
 PARTS = ("loss_class", "loss_bbox", "loss_giou", "class_error", "surplus")
@@ -96,7 +95,7 @@ class Detector(TrainingModule):
         if preprocess is not None:
             config["preprocess"] = dict(preprocess)
         if lr_backbone is not None:
-            self.optimizer_config = with_backbone_rate(optimizer, lr_backbone, self.model)
+            self.optimizer_config = with_backbone_rate(optimizer, lr_backbone)
         self._setup(num_classes, criterion, max_detections, channels_last)
         if lr_backbone == 0:
             self.frozen = True
@@ -290,31 +289,21 @@ class Detector(TrainingModule):
         return draw_all(run, self, data, device)
 
 
-def with_backbone_rate(optimizer: OptimizerConfig, lr: float, model: Any = None) -> OptimizerConfig:
+def with_backbone_rate(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig:
     """The optimizer with another peak learning rate for ``backbone.*``; patterns that were given go first.
 
     Args:
         optimizer: of the detector.
-        lr: of every parameter of the backbone, whatever the algorithm.
-        model: the detector; for ``muon``, whose remaining parameters AdamW takes at a rate of its own.
+        lr: of every parameter of the backbone, whatever the algorithm, and whatever the rate of the others.
 
     Raises:
         UserError: a negative rate.
     """
     if not lr >= 0:
         raise UserError(f"lr_backbone must not be negative, got {lr}")
-    if lr == 0 or not optimizer.lr:
+    if lr == 0:  # the caller freezes it
         return optimizer
-    given, names = optimizer.lr_mult or {}, {}
-    if optimizer.name == "muon" and optimizer.adamw_lr and model is not None:
-        groups = [group for group in parameter_groups(model, optimizer) if group["algorithm"] == "adamw"]
-        left = {id(parameter) for group in groups for parameter in group["params"]}
-        names = {
-            name: lr / optimizer.adamw_lr
-            for name, parameter in model.named_parameters()
-            if name.startswith("backbone.") and id(parameter) in left and not any(fnmatchcase(name, p) for p in given)
-        }
-    return dataclasses.replace(optimizer, lr_mult={**given, **names, "backbone.*": lr / optimizer.lr})
+    return dataclasses.replace(optimizer, lr_mult={**(optimizer.lr_mult or {}), "backbone.*": PeakRate(lr)})
 
 
 def check_task(model: Any) -> None:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from vision_attn.errors import UserError
-from vision_attn.training.optimizers import OptimizerConfig, build_optimizer
+from vision_attn.training.optimizers import (
+    OptimizerConfig,
+    adapt_state,
+    build_optimizer,
+    changes,
+    hyperparameters,
+    parameter_names,
+)
 from vision_attn.training.schedule import lr_factor_by_budget, lr_factor_by_step
 
 
@@ -75,7 +82,7 @@ class TrainingModule(pl.LightningModule):
             self._ndims = {name: p.ndim for name, p in self.model.named_parameters()}
 
     def on_train_start(self) -> None:
-        """Read the length of the run off the trainer."""
+        """Read the length of the run off the trainer; a resumed one goes on by the numbers it was given now."""
         trainer = self.trainer
         limits = [math.inf]
         if trainer.max_epochs is not None and trainer.max_epochs >= 0:
@@ -84,6 +91,11 @@ class TrainingModule(pl.LightningModule):
         if trainer.max_steps >= 0:
             limits.append(trainer.max_steps)
         self.total_steps = min(limits)
+        if trainer.ckpt_path:  # FSDP restores optimizers past on_load_checkpoint: the old run's numbers, which end here
+            own = self.configure_optimizers().param_groups
+            for group, given in zip(trainer.optimizers[0].param_groups, own, strict=True):
+                group.update(hyperparameters(given))
+        self._sums = {name: value.to(self.device) for name, value in self._sums.items()}
         self._mark = time.perf_counter()
 
     def on_train_epoch_start(self) -> None:
@@ -145,17 +157,21 @@ class TrainingModule(pl.LightningModule):
             ``train/<name>`` for every recorded sum, ``images`` (how many) and ``seconds`` (training alone, loading
             included, validation not); empty when nothing was seen.
         """
-        if self._images == 0:
+        if not self._sums:
             return {}
-        names = sorted(self._sums)
-        values = torch.stack([self._sums[name].double() for name in names] + [self._count()])
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(values)
-        *sums, count = values.tolist()
-        means = {f"train/{name}": total / count for name, total in zip(names, sums, strict=True)}
-        means |= {"images": count, "seconds": self._seconds}
+        *sums, images = self._over_processes().tolist()
+        means = {f"train/{name}": total / images for name, total in zip(sorted(self._sums), sums, strict=True)}
+        means |= {"images": images, "seconds": self._seconds}
         self._sums, self._images, self._seconds = {}, 0, 0.0
         return means
+
+    def _over_processes(self) -> Tensor:
+        """The sums in the order of their names, and the number of images, over all processes: all of them must ask."""
+        images = torch.tensor(float(self._images), dtype=torch.float64, device=self.device)
+        values = torch.stack([self._sums[name].double() for name in sorted(self._sums)] + [images])
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(values)
+        return values
 
     def means_so_far(self) -> dict[str, float]:
         """What :meth:`take_means` would say of this process alone, without forgetting it; reads off the device."""
@@ -163,14 +179,45 @@ class TrainingModule(pl.LightningModule):
         seconds = self._seconds + time.perf_counter() - self._mark
         return {name: float(value) / count for name, value in self._sums.items()} | {"speed": count / seconds}
 
-    def _count(self) -> Tensor:
-        return torch.tensor(float(self._images), dtype=torch.float64, device=self.device)
-
     # -- checkpoints --------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Tell how the model is built again: plain types only, so that loading can be safe."""
+        """Tell how the model is built again, and what a resumed run must know of this one: in plain types and tensors.
+
+        Lightning saves with all processes, so they may add up their sums here.
+        """
         checkpoint["hyper_parameters"] = {"config": self.model.config}
+        if checkpoint.get("optimizer_states"):
+            checkpoint["optimizer_names"] = parameter_names(self, self.trainer.optimizers[0])
+        if self._sums:  # in mid-epoch
+            sums, images = self._sums, self._images  # in their own precision, to go on exactly
+            if self.trainer.world_size > 1:
+                *totals, count = self._over_processes().cpu()
+                sums, images = dict(zip(sorted(sums), totals, strict=True)), int(count)
+            sums = {name: value.detach().clone().cpu() for name, value in sums.items()}
+            seconds = self._seconds + time.perf_counter() - self._mark
+            checkpoint["running_means"] = {"sums": sums, "images": images, "seconds": seconds}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where the run was, but with the optimizer's numbers that were given now.
+
+        Raises:
+            UserError: another optimizer, to which the state that was saved says nothing.
+        """
+        if self._trainer is None or self.trainer.state.fn != "fit":
+            return
+        if checkpoint.get("optimizer_states"):
+            optimizer, saved = self.configure_optimizers(), checkpoint["optimizer_states"][0]
+            names = parameter_names(self, optimizer)
+            checkpoint["optimizer_states"] = [adapt_state(saved, checkpoint.get("optimizer_names"), optimizer, names)]
+            changed = changes(saved["param_groups"], optimizer.param_groups)
+            if changed and self.trainer.is_global_zero:
+                print(f"goes on with other settings of the optimizer: {changed}", flush=True)
+        if "running_means" in checkpoint:
+            means = checkpoint["running_means"]
+            mine = self.trainer.is_global_zero  # they are over all processes, whose sums will be added up again
+            self._sums = {k: v if mine else torch.zeros_like(v) for k, v in means["sums"].items()}
+            self._images, self._seconds = means["images"] if mine else 0, means["seconds"]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -136,6 +136,8 @@ class RunFolder(Callback):
             "config_hash": config_hash(self.config),
             "version": __version__,
         }
+        if self.resumed:  # what was tested holds until the weights change
+            self.summary |= {k: v for k, v in read_summary(self.path / "summary.json").items() if _is_tested(k)}
         if isinstance(model_config.get("extra"), dict):
             model_config["extra"] |= {k: self.summary[k] for k in ("recipe", "seed", "data_hash", "version")}
 
@@ -145,9 +147,10 @@ class RunFolder(Callback):
         self._row_step = self.rows[-1]["step"] if self.rows else -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock with the first step."""
+        """Start the clock with the first step, after which no test of earlier weights counts."""
         if self._start is None:
             self._start = time.monotonic()
+            self.summary = {k: v for k, v in self.summary.items() if not _is_tested(k)}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One row per validation."""
@@ -243,6 +246,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row | {"epoch": int(row["epoch"]), "step": int(row["step"])} for row in rows]
 
 
+def read_summary(path: Path) -> dict[str, Any]:
+    """``summary.json``; empty where there is none."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
 def config_hash(config: str) -> str:
     """16 hexadecimal digits that change with the configuration, but not with places, names and comments."""
     import yaml
@@ -251,6 +259,10 @@ def config_hash(config: str) -> str:
     for section, key in (("trainer", "default_root_dir"), ("data", "root"), ("", "recipe"), ("", "ckpt_path")):
         (tree.get(section) or {} if section else tree).pop(key, None)
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _is_tested(key: str) -> bool:
+    return key.startswith("test/")
 
 
 def _numbers(parent: Path) -> list[int]:
