@@ -222,3 +222,15 @@ def test_real_sets(data_root: Path) -> None:
     if not (data_root / "bccd").is_dir():
         pytest.skip(f"{data_root} holds no bccd")
     assert check(data_root / "bccd") == 0
+
+
+@pytest.mark.parametrize("names", [("training", "validation"), ("val", "test"), ("train", "validation")])
+def test_splits_by_another_name_are_no_classes(
+    names: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(names):
+        paint(tmp_path / name / "cat" / "a.png", number)
+    assert check(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/train/<class>/<image>" in error
+    assert len(error.strip().splitlines()) <= 2

@@ -15,6 +15,7 @@ from vision_attn.data.coco import read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, in_threads, look_at
 from vision_attn.data.coco_table import CocoTable, fit_boxes, match_categories
 from vision_attn.data.findings import Finding, Findings
+from vision_attn.data.image_folder import refuse_other_splits
 from vision_attn.data.images import EXTENSIONS
 from vision_attn.data.verify import Verifier
 from vision_attn.errors import UserError
@@ -62,6 +63,7 @@ def check_path(path: Path, images: Path | None = None) -> list[Part]:
             )
         parts = _check_all(files, path, images)
     elif folders := class_folders(path):
+        refuse_other_splits(path)
         parts = [check_class_folder(folder, folders[0]) for folder in folders]
     else:
         raise UserError(

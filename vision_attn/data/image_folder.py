@@ -57,7 +57,7 @@ class ImageFolder(Source):
             raise UserError(f"There is no folder {self.root}: data.root names the folder with one folder per class.")
         self.size = options.img_size or (224, 224)
         self.crop_pct, self.interpolation = options.crop_pct, options.interpolation
-        _refuse_other_splits(self.root)
+        refuse_other_splits(self.root)
         self.flat = not (self.root / "train").is_dir()
         if (self.root / "val").is_dir() and not self.flat and options.val_fraction is not None:
             raise UserError(
@@ -149,7 +149,7 @@ def _few(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _refuse_other_splits(root: Path) -> None:
+def refuse_other_splits(root: Path) -> None:
     """Refuses folders that are splits by another name: they would be trained on as classes, or not be seen at all.
 
     A class may be called ``test`` too: only folders that hold folders themselves are taken for splits.
