@@ -134,6 +134,7 @@ def test_two_processes_equal_one():
     )
 
 
+@pytest.mark.slow  # three starts of two processes
 def test_two_processes_go_on_with_their_sums():
     """Killed in mid-epoch; the row of that epoch is about all of it, and counts no image of either process twice."""
     plain = ["--model.args.drop_path", "0", "--trainer.max_epochs", "2"]
