@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vision_attn as va
+from vision_attn.atomic import atomic_write_text
 from vision_attn.attention import KERNELS, Request, attend, choose_kernel, kernel_table
 from vision_attn.attention.kernel_table import KINDS, cell_name, device_key, fastest
 
@@ -23,6 +24,10 @@ def section(cells: dict[str, dict[str, dict[str, float]]], device: str = "cpu") 
     return {"device": device_key(device), "cells": cells}
 
 
+def write(path: Path, one: dict) -> None:
+    atomic_write_text(path, kernel_table.with_section(path, one))
+
+
 @pytest.fixture
 def user_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Installs a user's own table, and afterwards the shipped one again."""
@@ -31,7 +36,7 @@ def user_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def install(*sections: dict) -> Path:
         for one in sections:
-            kernel_table.write_section(path, one)
+            write(path, one)
         kernel_table.load()
         return path
 
@@ -150,9 +155,9 @@ def test_cache_folder_and_file_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_writing_merges_cells_and_devices(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "table.json"
     one, two = {"65": {"sdpa": 1.5, "explicit": 2.0}}, {"65": {"sdpa": 3.0, "explicit": 2.0}}
-    kernel_table.write_section(path, section({"float32 forward plain": one, "float32 training plain": one}))
-    kernel_table.write_section(path, section({"float32 forward plain": two}))
-    kernel_table.write_section(path, section({"float32 forward plain": one}, "cuda"))
+    write(path, section({"float32 forward plain": one, "float32 training plain": one}))
+    write(path, section({"float32 forward plain": two}))
+    write(path, section({"float32 forward plain": one}, "cuda"))
     cpu, cuda = kernel_table.read_sections(path)
     assert cpu["cells"] == {"float32 forward plain": two, "float32 training plain": one}
     assert cuda["device"] == "cuda"

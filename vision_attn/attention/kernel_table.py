@@ -21,7 +21,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,14 +170,12 @@ def read_sections(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is no kernel table: {type(error).__name__}: {error}") from error
 
 
-def write_section(path: Path, section: dict[str, Any], write: Callable[[Path, str], object] = Path.write_text) -> None:
-    """Adds a section to a table file; cells measured anew replace those of the same device.
+def with_section(path: Path, section: dict[str, Any]) -> str:
+    """The text of a table file with a section added; cells measured anew replace those of the same device.
 
     Args:
-        path: of the file; it and its folder are made where missing.
+        path: of the file, which may be missing; it is only read.
         section: for example from ``vision_attn.benchmarking.measure_kernels``.
-        write: puts a text into a file. This room may import nothing from outside; the command line hands in
-            ``atomic_write_text``, so that a full disk leaves the old table whole.
     """
     sections = read_sections(path) if path.exists() else []
     old = next((s for s in sections if s["device"] == section["device"]), None)
@@ -187,9 +185,7 @@ def write_section(path: Path, section: dict[str, Any], write: Callable[[Path, st
         sections[sections.index(old)] = {**section, "cells": {**old["cells"], **section["cells"]}}
     text = json.dumps({"format": FORMAT, "sections": sections}, indent=1)
     # the kernels of one length on one line
-    text = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda found: "{" + " ".join(found[1].split()) + "}", text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, text + "\n")
+    return re.sub(r"\{\s+([^{}]*?)\s+\}", lambda found: "{" + " ".join(found[1].split()) + "}", text) + "\n"
 
 
 def sections_in_use(devices: tuple[str, ...] = ("cpu", "cuda")) -> list[dict[str, Any]]:

@@ -23,13 +23,13 @@ from vision_attn.models.swin import SwinTransformer
 _NAMED = re.compile(r"window(?:(\d+)to)?(\d+)_(?:(\d+)to)?(\d+)")
 """``window12to16_192to256``: windows and image sizes of training and now."""
 
-_RESIZED = {
-    "1, 96, 2-2-6-2": 232,
-    "1, 96, 2-2-18-2": 246,
-    "1, 128, 2-2-18-2": 238,
-    "2, 96, 2-2-6-2": 260,
-    "2, 96, 2-2-18-2": 260,
-    "2, 128, 2-2-18-2": 272,
+_RESIZED: dict[tuple[int, int, tuple[int, ...]], int] = {
+    (1, 96, (2, 2, 6, 2)): 232,
+    (1, 96, (2, 2, 18, 2)): 246,
+    (1, 128, (2, 2, 18, 2)): 238,
+    (2, 96, (2, 2, 6, 2)): 260,
+    (2, 96, (2, 2, 18, 2)): 260,
+    (2, 128, (2, 2, 18, 2)): 272,
 }
 """Version, width and depths of torchvision's Swins → the shorter side that its published weights resize images to."""
 
@@ -103,7 +103,7 @@ class Layout:
         size = args["img_size"]
         if self.PEER == "torchvision":
             side = int(size if isinstance(size, int) else min(size))
-            resized = _RESIZED.get(f"{self.version}, {width}, {'-'.join(map(str, depths))}", side)
+            resized = _RESIZED.get((self.version, width, tuple(depths)), side)
             found.preprocess = imagenet(size, min(side / resized, 1.0), "bicubic")
         elif self.PEER == "transformers":
             found.preprocess = imagenet(size, 1.0, "bicubic") | preprocess_of(hints.preprocessor)

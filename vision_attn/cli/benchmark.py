@@ -64,7 +64,7 @@ def kernels(argv: list[str]) -> int:
         section = _in_use(options.device)
     if options.save:
         path = kernel_table.user_path(options.device)
-        kernel_table.write_section(path, section, atomic_write_text)
+        atomic_write_text(path, kernel_table.with_section(path, section))
         kernel_table.load()
         section["source"] = str(path)
     section = _filtered(section, options.dtype, options.lengths)
