@@ -140,9 +140,9 @@ def build(
     except ValueError as error:
         raise UserError(f"{path}: cannot build its model {wanted['name']!r}: {error}") from error
     if wanted["args"].get("num_classes") != config["args"].get("num_classes"):
-        state = _without_head(state, model, config, wanted, path)
+        state = fresh_head(state, model, config, wanted, path)
     if any(wanted["args"].get(key) != config["args"].get(key) for key in ("img_size", "patch_size")):
-        state = _resampled(state, model, config, wanted)
+        state = resampled(state, model, config, wanted)
     fill(model, state, path)
     return model
 
@@ -196,7 +196,7 @@ def _adapted(
     return wanted
 
 
-def _without_head(
+def fresh_head(
     state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
 ) -> dict[str, Tensor]:
     """Replace the tensors of the head by the fresh ones of ``model``, and say so."""
@@ -206,14 +206,15 @@ def _without_head(
     if not fresh:
         raise UserError(f"{path}: {wanted['name']} has no head to replace.")
     old, new = config["args"].get("num_classes"), wanted["args"]["num_classes"]
-    what = f"was trained for {old} classes: the head ({', '.join(fresh)}) was replaced by a fresh one"
+    before = f"{old} classes" if old != new else "other classes"
+    what = f"was trained for {before}: the head ({', '.join(fresh)}) was replaced by a fresh one"
     if old == 0:
         what = f"has no head: a fresh one ({', '.join(fresh)}) was added"
     warnings.warn(f"{path} {what} for {new} and has to be trained.", stacklevel=4)
     return {**{key: value for key, value in state.items() if not key.startswith(prefixes)}, **fresh}
 
 
-def _resampled(
+def resampled(
     state: Mapping[str, Tensor], model: Any, config: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors at another image or patch size."""

@@ -39,7 +39,12 @@ def run(argv: list[str]) -> int:
             config.trainer.num_sanity_val_steps or 1
         )  # to know what a validation costs
     keep_freed_memory()
+    given = getattr(config.model, "weights", None)
+    if ckpt_path is not None and given is not None:
+        config.model.weights = None  # they are in the run by now, and need not be there any more
     command.build()
+    if given is not None:
+        config.model.weights = given
     if ckpt_path is not None:
         check_resumable(Path(ckpt_path), command.model.model)
     stop = StopSignal()

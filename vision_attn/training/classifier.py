@@ -28,6 +28,8 @@ class Classifier(TrainingModule):
         name: of the model; ``vision-attn models`` lists them.
         args: further keywords of the model, e.g. ``{"drop_path": 0.1}``.
         attention: the attention mechanism, in place of the model's own.
+        weights: a checkpoint to start from, ours or somebody else's (fine-tuning): see
+            :func:`~vision_attn.checkpoints.transfer.start_from`. None: from scratch.
         num_classes: of the data (linked).
         img_size: (H, W) of the data (linked).
         labels: class names of the data (linked).
@@ -49,6 +51,7 @@ class Classifier(TrainingModule):
         name: str,
         args: dict[str, Any] | None = None,
         attention: AttentionConfig | None = None,
+        weights: str | None = None,
         num_classes: int = 1000,
         img_size: tuple[int, int] | None = None,
         labels: list[str] | None = None,
@@ -68,6 +71,7 @@ class Classifier(TrainingModule):
             self.model.config["labels"] = [str(label) for label in labels]
         if preprocess is not None:
             self.model.config["preprocess"] = dict(preprocess)
+        self.start_from(weights)
         self._setup(num_classes, label_smoothing, channels_last, compile)
 
     @classmethod

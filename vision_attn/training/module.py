@@ -41,6 +41,7 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.optimizer_config = optimizer or OptimizerConfig()
         self.seed = seed
+        self.started = False  # from weights, rather than from scratch
         self.budget_used: float | None = None  # set by the Budget callback before each step
         self._ndims: dict[str, int] = {}
         self.total_steps = math.inf
@@ -53,9 +54,17 @@ class TrainingModule(pl.LightningModule):
     # -- what a task may do otherwise ---------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """A model that reads its first layer off the data does so now; a resumed run has it already."""
-        if not self.trainer.ckpt_path:
+        """A model that reads its first layer off the data does so now; one with weights has it already."""
+        if not self.trainer.ckpt_path and not self.started:
             self.init_from(getattr(self.trainer, "datamodule", None))
+
+    def start_from(self, weights: str | None) -> None:
+        """Fill ``self.model`` from a checkpoint before training; errors and warnings as of ``transfer.start_from``."""
+        if weights is not None:
+            from vision_attn.checkpoints.transfer import start_from
+
+            start_from(self.model, weights)
+            self.started = True
 
     def init_from(self, data: Any) -> None:
         """Let a model with a whitening layer see training images, where the data can show some."""
