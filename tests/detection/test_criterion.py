@@ -140,9 +140,6 @@ def test_groups_are_averaged(make, kind):
             for o in (*outputs["aux_outputs"], outputs)
         ]
         single.append(criterion({**layers[-1], "aux_outputs": layers[:-1]}, targets)["loss"])
-    if kind == "stable":  # the best pair of an image is found among all groups
-        assert criterion(outputs, targets)["loss"].isfinite()
-        return
     torch.testing.assert_close(criterion(outputs, targets)["loss"], torch.stack(single).mean())
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -464,3 +466,35 @@ def test_the_task_is_registered():
     assert task.module_class() is Detector
     assert task.data_class() is DetectionData
     assert task.monitor == "val/ap"
+
+
+@pytest.mark.parametrize("case", ["frozen norms", "frozen by its rate", "norms that learn", "weights"])
+def test_a_frozen_backbone_without_weights_is_spoken_of(case, tmp_path):
+    """Random features that never learn look like a model that does not work."""
+    args = {**TINY, "backbone": "resnet50"}
+    options: dict[str, Any] = {}
+    if case == "frozen by its rate":
+        args, options = dict(TINY), {"lr_backbone": 0.0}
+    elif case == "norms that learn":
+        args["backbone_options"] = {"norm": "batch"}
+    elif case == "weights":
+        model = va.create_model("dn_detr_tiny", num_classes=5, img_size=(32, 32), **args)
+        options = {"weights": str(va.save_model(model, tmp_path / "old"))}
+    module = Detector("dn_detr_tiny", args, num_classes=5, img_size=(32, 32), **options)
+    module._trainer = SimpleNamespace(ckpt_path=None, datamodule=None, is_global_zero=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.on_fit_start()
+    spoken = [str(w.message) for w in caught if "frozen" in str(w.message)]
+    assert len(spoken) == case.startswith("frozen")
+
+
+@pytest.mark.parametrize("label", [-1, 5, 70])
+@pytest.mark.parametrize("groups", [0, 3])
+def test_a_label_beyond_the_head_is_named_by_every_model(label, groups):
+    """Denoising looks labels up before the matcher checks them; on a GPU that would end the process."""
+    module = Detector("dn_detr_tiny", {**TINY, "dn_groups": groups}, num_classes=5, img_size=(32, 32)).train()
+    labels, boxes = torch.tensor([1, label]), torch.tensor([[0.5, 0.5, 0.2, 0.2], [0.3, 0.3, 0.1, 0.2]])
+    outputs = module(torch.randn(1, 3, 32, 32), targets=[{"labels": labels, "boxes": boxes}])
+    with pytest.raises(UserError, match=f"the label {label}, but the model's head knows the 5 classes"):
+        module.criterion(outputs, [{"labels": labels, "boxes": boxes}])

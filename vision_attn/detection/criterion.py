@@ -177,8 +177,8 @@ class Criterion(nn.Module):
         target = torch.full((shape.numel(),), -1, device=boxes.device).index_copy(0, matching.query, classes)
         quality = None
         if self.kind in ("varifocal", "stable"):
-            images = shape[0] * shape[1]
-            q = iou if self.kind == "varifocal" else stable_quality(iou, matching.query // shape[2], images)
+            groups, each = shape[0] * shape[1] * stack.groups, shape[2] // stack.groups
+            q = iou if self.kind == "varifocal" else stable_quality(iou, matching.query // each, groups)
             quality = boxes.new_zeros(shape.numel()).index_copy(0, matching.query, q).view(shape)
         spans = [slice(end - n, end) for n, end in zip(matching.per_layer, accumulate(matching.per_layer), strict=True)]
         return {

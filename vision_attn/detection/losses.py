@@ -120,20 +120,20 @@ def softplus(x: Tensor) -> Tensor:
     return x.abs().neg_().exp_().add_(1).log_().add_(x.relu())
 
 
-def stable_quality(iou: Tensor, image: Tensor, images: int) -> Tensor:
-    """Squared IoU, scaled so that the highest of an image is 1; nothing is made smaller.
+def stable_quality(iou: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Squared IoU, scaled so that the highest of a group is 1; nothing is made smaller.
 
     Args:
         iou: (P,) of matched pairs.
-        image: (P,) int64, which image (of which layer) each belongs to.
-        images: how many there are.
+        group: (P,) int64, which queries each belongs to: those of one layer, image and query group.
+        groups: how many there are.
 
     Returns:
         (P,) in 0 … 1.
     """
     squared = iou**2
-    highest = squared.new_zeros(images).scatter_reduce(0, image, squared, "amax")
-    return squared / highest[image].clamp_min(1e-8)
+    highest = squared.new_zeros(groups).scatter_reduce(0, group, squared, "amax")
+    return squared / highest[group].clamp_min(1e-8)
 
 
 def box_losses(boxes: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

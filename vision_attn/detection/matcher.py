@@ -127,14 +127,14 @@ def match(stacks: Sequence[Stack], targets: PaddedTargets, costs: MatchingCosts)
     Raises:
         UserError: predictions that are NaN or infinite, labels that the logits do not know.
     """
-    matrices = [cost_matrix(stack.logits, stack.boxes, targets, costs) for stack in stacks]
+    matrices = [cost_matrix(stack.logits, stack.boxes, targets, costs, stack.groups) for stack in stacks]
     values = _to_processor(matrices, _health(stacks, targets))
     health = values.pop()
     _check_health(health, stacks, costs)
     return [_solve(cost, stack, targets.counts) for cost, stack in zip(values, stacks, strict=True)]
 
 
-def cost_matrix(logits: Tensor, boxes: Tensor, targets: PaddedTargets, costs: MatchingCosts) -> Tensor:
+def cost_matrix(logits: Tensor, boxes: Tensor, targets: PaddedTargets, costs: MatchingCosts, groups: int = 1) -> Tensor:
     """What every query and object cost as a pair.
 
     Args:
@@ -142,6 +142,7 @@ def cost_matrix(logits: Tensor, boxes: Tensor, targets: PaddedTargets, costs: Ma
         boxes: (L, B, N, 4) as ``cxcywh``.
         targets: padded to n objects.
         costs: kind and weights.
+        groups: of queries, each matched on its own: what is best is found within each.
 
     Returns:
         (L, B, N, n), meaningless beyond an image's own objects.
@@ -157,11 +158,11 @@ def cost_matrix(logits: Tensor, boxes: Tensor, targets: PaddedTargets, costs: Ma
     return (
         distance.mul_(costs.bbox_weight)
         .sub_(giou, alpha=costs.giou_weight)
-        .add_(class_cost(logits, targets, giou, costs), alpha=costs.class_weight)
+        .add_(class_cost(logits, targets, giou, costs, groups), alpha=costs.class_weight)
     )
 
 
-def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: MatchingCosts) -> Tensor:
+def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: MatchingCosts, groups: int = 1) -> Tensor:
     """The class part of :func:`cost_matrix`, unweighted.
 
     Args:
@@ -169,6 +170,7 @@ def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: Matc
         targets: padded to n objects.
         giou: (L, B, N, n) generalized IoU, for ``stable``.
         costs: kind and the numbers of the focal loss.
+        groups: of queries.
 
     Returns:
         (L, B, N, n).
@@ -181,8 +183,10 @@ def class_cost(logits: Tensor, targets: PaddedTargets, giou: Tensor, costs: Matc
     x = logits.gather(-1, index)
     if costs.kind == "stable" and giou.shape[-1]:
         overlap = ((giou + 1) / 2).mul_(targets.real[:, None])  # 0 … 1
-        highest = overlap.amax((-2, -1), keepdim=True).clamp_min_(SMALLEST_OVERLAP)
-        x = torch.logit(x.sigmoid() * (overlap / highest).sqrt_(), eps=1e-7)  # the image's best pair stays as it is
+        grouped = overlap.unflatten(2, (groups, -1))
+        highest = grouped.amax((-2, -1), keepdim=True).clamp_min_(SMALLEST_OVERLAP)
+        lowered = (grouped / highest).sqrt_().flatten(2, 3)
+        x = torch.logit(x.sigmoid() * lowered, eps=1e-7)  # the best pair of an image (and group) stays as it is
     p, absent = x.sigmoid(), softplus(x)  # −log(1 − p); −log p is less by x
     present = (absent - x).mul_((1 - p) ** gamma)
     return present.mul_(alpha).sub_(absent.mul_(p**gamma), alpha=1 - alpha)

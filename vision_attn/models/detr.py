@@ -193,7 +193,8 @@ class DETR(nn.Module):
                 look at them.
 
         Raises:
-            UserError: no images, a list with a mask, or labels beyond the classes.
+            UserError: no images, or a list with a mask. Labels beyond the classes are left to the criterion, which
+                need not wait for the device to see them.
         """
         memory = self.encode(*self.features(images, mask))
         queries, denoising, selected = self._queries(memory, targets)
@@ -263,7 +264,8 @@ class DETR(nn.Module):
             if denoising is None:  # every parameter has a gradient in every step, as several processes must agree
                 queries.content = queries.content + 0.0 * self.label_embed.weight.sum()
             else:
-                queries = with_denoising(queries, denoising, self.label_embed(denoising.labels))
+                known = denoising.labels.clamp(0, self.num_classes - 1)  # the criterion refuses others
+                queries = with_denoising(queries, denoising, self.label_embed(known))
         return queries, denoising, selected
 
     def _make_denoising(self, targets: Targets | None, num_queries: int) -> Denoising | None:

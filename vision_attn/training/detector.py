@@ -17,6 +17,7 @@ from vision_attn.detection.criterion import Criterion, CriterionConfig
 from vision_attn.detection.postprocess import postprocess
 from vision_attn.detection.report import nms_beside
 from vision_attn.errors import UserError
+from vision_attn.layers.resnet import FrozenBatchNorm
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig, PeakRate
@@ -42,6 +43,8 @@ class Detector(TrainingModule):
         name: of the model; ``vision-attn models`` lists them.
         args: further keywords of the model, e.g. ``{"num_queries": 50}``.
         attention: the attention mechanism, in place of the model's own.
+        weights: a checkpoint to start from, ours or somebody else's (fine-tuning): see
+            :func:`~vision_attn.checkpoints.transfer.start_from`. None: from scratch.
         num_classes: of the data (linked).
         img_size: (H, W) of the data (linked).
         labels: class names of the data (linked).
@@ -68,6 +71,7 @@ class Detector(TrainingModule):
         name: str = "dn_detr_tiny",
         args: dict[str, Any] | None = None,
         attention: AttentionConfig | None = None,
+        weights: str | None = None,
         num_classes: int = 91,
         img_size: tuple[int, int] | None = None,
         labels: list[str] | None = None,
@@ -94,6 +98,8 @@ class Detector(TrainingModule):
             config["category_ids"] = [int(i) for i in category_ids]
         if preprocess is not None:
             config["preprocess"] = dict(preprocess)
+        self.start_from(weights)
+        self.started |= bool((args or {}).get("backbone_weights"))
         if lr_backbone is not None:
             self.optimizer_config = with_backbone_rate(optimizer, lr_backbone)
         self._setup(num_classes, criterion, max_detections, channels_last)
@@ -156,7 +162,8 @@ class Detector(TrainingModule):
             UserError: another number of classes.
 
         Warns:
-            UserWarning: images with more objects than there are queries.
+            UserWarning: images with more objects than there are queries; a frozen backbone into which nothing was
+                loaded.
         """
         super().on_fit_start()
         found = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
@@ -167,6 +174,18 @@ class Detector(TrainingModule):
             )
         if self.trainer.is_global_zero:
             self._warn_of_surplus(getattr(self.trainer, "datamodule", None))
+            self._warn_of_random_features()
+
+    def _warn_of_random_features(self) -> None:
+        """Frozen layers are for weights that somebody trained: without any, they stay at random."""
+        still = self.frozen or any(isinstance(module, FrozenBatchNorm) for module in self.model.backbone.modules())
+        if still and not self.started and not self.trainer.ckpt_path:
+            warnings.warn(
+                "the backbone is frozen, at least its norms and first layers, and nothing was loaded into it: give "
+                "--model.args.backbone_weights true (or a file), --model.weights FILE, or train it all with "
+                "--model.args.backbone_options.norm batch.",
+                stacklevel=2,
+            )
 
     def _warn_of_surplus(self, data: Any) -> None:
         boxes = getattr(data.split("train"), "boxes", None) if hasattr(data, "split") else None
