@@ -18,6 +18,7 @@ from vision_attn.training.run_folder import (
     latest_run,
     read_metrics,
     run_of_checkpoint,
+    write_config,
     write_metrics,
 )
 
@@ -34,6 +35,14 @@ def test_numbers_are_unique_under_a_race(tmp_path):
         thread.join()
     assert sorted(int(path.name) for path in found) == list(range(16))
     assert create_run_folder(tmp_path, "r").name == "16"
+
+
+def test_the_configuration_is_that_of_now_and_earlier_ones_stay(tmp_path):
+    first, second, third = (f"trainer: {{max_epochs: {n}}}\nrecipe: r\n" for n in (1, 2, 3))
+    for text in (first, first.replace("recipe: r", "recipe: other"), second, third):
+        write_config(tmp_path, text)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"config.yaml": third, "config_0.yaml": first, "config_1.yaml": second}
 
 
 def test_latest_run_needs_a_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import time
 from pathlib import Path
@@ -43,6 +44,18 @@ def create_run_folder(root: str | Path, recipe: str) -> Path:
             return parent / str(number)
         except FileExistsError:
             number += 1
+
+
+def write_config(folder: Path, config: str) -> None:
+    """``config.yaml`` of what is trained from now on; what a resumed run had until now stays as ``config_<n>.yaml``."""
+    path = folder / "config.yaml"
+    if path.is_file():
+        before = path.read_text(encoding="utf-8")
+        if config_hash(before) == config_hash(config):
+            return
+        number = next(n for n in itertools.count() if not (folder / f"config_{n}.yaml").exists())
+        atomic_write_text(folder / f"config_{number}.yaml", before)
+    atomic_write_text(path, config)
 
 
 def latest_run(root: str | Path, recipe: str) -> Path:
@@ -123,8 +136,8 @@ class RunFolder(Callback):
         if self._path is None:
             path = create_run_folder(self.root, self.recipe) if trainer.is_global_zero else None
             self._path = Path(trainer.strategy.broadcast(str(path)))
-        if trainer.is_global_zero and not (self.resumed and (self.path / "config.yaml").exists()):
-            atomic_write_text(self.path / "config.yaml", self.config)
+        if trainer.is_global_zero:
+            write_config(self.path, self.config)
         self.rows = read_metrics(self.path / "metrics.csv")
         model_config = getattr(pl_module.model, "config", {})
         self.summary = {
