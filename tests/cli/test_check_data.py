@@ -150,6 +150,113 @@ def test_what_is_called_refused_is_refused_in_training(
         DetectionData("coco", root=root, **files).setup("fit")
 
 
+def test_equally_named_files_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, split in enumerate(("train", "valid", "test")):
+        content = coco(tmp_path, split, 3, 10 * number)
+        (tmp_path / split / "_annotations.coco.json").write_text(json.dumps(content))
+    assert check(tmp_path) == 0
+    for split in ("valid", "test"):
+        shutil.copy(tmp_path / "train" / "1.png", tmp_path / split / "2.png")
+    capsys.readouterr()
+    assert check(tmp_path) == 1
+    printed = capsys.readouterr().out
+    for split in ("valid", "test"):
+        words = f"1 images that are in {split}/_annotations.coco.json too, by content (image 1 = 2): training refuses"
+        assert words in printed
+
+
+@pytest.mark.parametrize("start", ["elsewhere", "beside"])
+@pytest.mark.parametrize(
+    ("file", "images"),
+    [
+        ("train.json", "train"),
+        ("train.json", "images"),
+        ("train.json", "images/train"),
+        ("instances_train.json", "train"),
+        ("train.json", ""),
+        ("annotations/instances_train.json", "train"),
+        ("annotations/train.json", "images/train"),
+        ("labels/train.json", "train"),
+        ("train/_annotations.coco.json", "train"),
+    ],
+)
+def test_images_are_where_training_finds_them(
+    tmp_path: Path, file: str, images: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every layout, also when other sets lie beside this one and when the file is named from its own folder."""
+    from vision_attn.data import DetectionData
+
+    root = tmp_path / "sets" / "this"
+    for number, name in enumerate(("train", "images")):
+        paint(tmp_path / "sets" / name / "other.png", number)
+    content = coco(root, images, 4, 10)
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(json.dumps(content))
+    DetectionData("coco", root=root, train_json=file).setup("fit")
+    if start == "beside":
+        monkeypatch.chdir((root / file).parent)
+    assert check(Path(file).name if start == "beside" else root / file) == 0
+
+
+STRAYS = {
+    "package.json": {"name": "app", "version": "1"},
+    "results.json": [{"image_id": 1, "score": 0.5}],
+    "e.json": {},
+}
+
+
+@pytest.mark.parametrize("folder", ["annotations", ""])
+def test_json_files_of_others_are_left_out_with_a_note(
+    clean: Any, folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root, train, val = clean
+    (root / folder).mkdir(exist_ok=True)
+    for name, content in {"train.json": train, "val.json": val, **STRAYS}.items():
+        (root / folder / name).write_text(json.dumps(content))
+    assert check(root, "--json", tmp_path / "out.json") == 0
+    printed = capsys.readouterr().out
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert [part["images"] for part in out["parts"]] == [6, 3]
+    for name in STRAYS:
+        assert f"note: {root / folder / name} is left out" in printed
+        assert any(name in note for note in out["parts"][0]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("train.json", '{"images": [', "not a JSON file"),
+        ("train.json", "", "not a JSON file"),
+        ("train.json", '{"images": []}', "has no 'annotations'"),
+        ("annotations/instances_train.json", "{}", "has no 'images'"),
+        ("train/_annotations.coco.json", "[]", "expected a dictionary"),
+    ],
+)
+def test_broken_coco_files_are_not_left_out(
+    clean: Any, name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _, val = clean
+    for file, content in ((name, text), (name.replace("train", "val"), json.dumps(val))):
+        (root / file).parent.mkdir(exist_ok=True)
+        (root / file).write_text(content)
+    assert check(root) == 1
+    assert words in capsys.readouterr().out
+
+
+def test_nothing_but_json_files_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no set, and do not hide one of class folders."""
+    (tmp_path / "package.json").write_text(json.dumps(STRAYS["package.json"]))
+    assert check(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "holds neither COCO files" in error
+    assert "package.json" in error
+    assert len(error.strip().splitlines()) <= 2
+    for number, name in enumerate(("train/a/1", "train/b/1")):
+        paint(tmp_path / f"{name}.png", number)
+    assert check(tmp_path) == 0
+    assert "package.json is left out" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text("{}")
     assert check(tmp_path / "x.json") == 1

@@ -100,6 +100,28 @@ def test_results_can_be_evaluated(call, capsys):
     assert len(coco.loadRes(rows).anns) == len(rows)
 
 
+@pytest.mark.parametrize(
+    "known", [{"a.png": 5}, {"val/a.png": 5}, {"a.png": 5, "deep/a.png": 5}, {"images/a.png": 5, "deep/a.png": 5}]
+)
+def test_two_images_never_get_one_id(call, capsys, known):
+    """An evaluator would take the objects of both for those of one image."""
+    rest = {"b.jpg": 6, "c.tif": 7}
+    images = [{"id": number, "file_name": name} for name, number in {**known, **rest}.items()]
+    Path("truth.json").write_text(json.dumps({"images": images}))
+    assert main([*call, "--annotations", "truth.json", "--json", "found.json"]) == 2
+    error = capsys.readouterr().err
+    assert "images/a.png and images/deep/a.png both have the image id 5" in error
+    assert len(error.splitlines()) <= 2
+    assert not Path("found.json").exists()
+    for image, name in zip(images, ("images/a.png", "images/deep/a.png"), strict=False):
+        image["file_name"] = name
+    if len(known) == 2:
+        images[1]["id"] = 8
+        Path("truth.json").write_text(json.dumps({"images": images}))
+        assert main([*call, "--annotations", "truth.json", "--json", "found.json", "--threshold", "0"]) == 0
+        assert {row["image_id"] for row in json.loads(Path("found.json").read_text())} == {5, 6, 7, 8}
+
+
 @pytest.mark.parametrize("share", ["all", "one"])
 def test_weights_that_became_nan_find_no_empty_images(call, capsys, share):
     """A table that says nothing is above 0.5 would be believed."""

@@ -23,7 +23,7 @@ from vision_attn.data.coco_images import (
     shared_content,
     turn_boxes,
 )
-from vision_attn.data.coco_table import choose_categories, fit_boxes, match_categories
+from vision_attn.data.coco_table import CERTAIN, choose_categories, drop_unchosen, fit_boxes, match_categories
 from vision_attn.data.findings import Findings
 from vision_attn.errors import UserError
 
@@ -200,6 +200,31 @@ def test_boxes_in_other_formats(tmp_path: Path, boxes: list[tuple], words: str) 
         fit_boxes(table, Findings())
 
 
+CORNERS, SHARES, CORNER_PIXEL = (10.0, 10.0, 25.0, 19.0), (0.1, 0.2, 0.3, 0.4), (0.0, 0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 4, CERTAIN - 1, CERTAIN, 3 * CERTAIN])
+@pytest.mark.parametrize(
+    ("box", "surely", "words"),
+    [(CORNERS, False, "two corners"), (SHARES, True, "shares"), (CORNER_PIXEL, False, "shares")],
+)
+def test_no_number_of_boxes_in_another_format_passes_silently(
+    tmp_path: Path, box: tuple, surely: bool, words: str, count: int
+) -> None:
+    """Many are refused; a few that may be meant as they stand are counted, with the ids of their images."""
+    table, _ = read(tmp_path, content(annotations=[annotation(n + 1, box=box) for n in range(count)]))
+    findings = Findings()
+    if surely or count >= CERTAIN:
+        with pytest.raises(UserError, match=words):
+            fit_boxes(table, findings)
+        return
+    kept, _ = fit_boxes(table, findings)
+    (doubt,) = [finding for finding in findings.found if "look like" in finding.kind]
+    assert words in doubt.kind
+    assert (doubt.count, set(doubt.ids)) == (count, {1})
+    assert len(kept.boxes) == count
+
+
 def test_categories_are_chosen_and_matched(tmp_path: Path) -> None:
     table, _ = read(tmp_path, content())
     one = choose_categories(table, ["cat"])
@@ -217,6 +242,42 @@ def test_categories_are_chosen_and_matched(tmp_path: Path) -> None:
     renamed, _ = read(tmp_path, content(categories=[{"id": 9, "name": "lion"}, CATEGORIES[1]]))
     with pytest.raises(UserError, match="disagree"):
         match_categories(renamed, table)
+
+
+def named(folder: Path, names: dict[int, str]) -> Any:
+    """A table with one box of each of these categories."""
+    rows = [annotation(number, category=number) for number in names]
+    data = content(annotations=rows, categories=[{"id": number, "name": name} for number, name in names.items()])
+    return read(folder, data)[0]
+
+
+@pytest.mark.parametrize("names", [{n + 1: str(n) for n in range(10)}, {1: "2", 2: "cat", 10: "1"}, {5: "7", 6: "7"}])
+def test_a_number_never_means_a_name_or_an_id_by_chance(tmp_path: Path, names: dict[int, str]) -> None:
+    """Where names are numbers a name is a name, whatever ids there are, and an id is refused with what to write."""
+    table = named(tmp_path, names)
+    for number, label in zip(table.category_ids, table.labels, strict=True):
+        assert choose_categories(table, [label]).category_ids == [number]
+        if str(number) not in table.labels:
+            with pytest.raises(UserError, match="takes no ids") as caught:
+                choose_categories(table, [table.labels[0], str(number)])
+            assert repr(label) in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [[1], [2], [4], [1, 2], [2, 4], [1, 2, 4]])
+def test_equal_names_agree_whatever_else_a_file_lists(tmp_path: Path, listed: list[int]) -> None:
+    names = {1: "a", 2: "a", 4: "b"}
+    train, val = named(tmp_path, names), named(tmp_path, {number: names[number] for number in listed})
+    matched = match_categories(val, train)
+    assert matched.labels == train.labels == ["a (1)", "a (2)", "b"]
+    assert [row["category_id"] for row in matched.to_coco()["annotations"]] == listed
+    with pytest.raises(UserError, match=r"Category 2 is 'b' in .* but 'a' in .*disagree"):
+        match_categories(named(tmp_path, {1: "a", 2: "b"}), train)
+    with pytest.raises(UserError, match=r"category 2 \(a\).*cannot find it"):
+        match_categories(train, named(tmp_path, {1: "a", 4: "b"}))
+    chosen = choose_categories(train, ["a (1)"])
+    part = drop_unchosen(val, chosen, dict(names))
+    assert match_categories(part, chosen).labels == ["a (1)"]
+    assert len(part.boxes) == (1 in listed)
 
 
 # -- the image files ----------------------------------------------------------------------------------
@@ -276,42 +337,103 @@ def test_a_jpeg_with_bytes_behind_its_end_is_whole(tmp_path: Path) -> None:
     assert look_at(str(path)).error is None
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_exif_turns_images_and_boxes(tmp_path: Path, orientation: int, suffix: str) -> None:
-    pixels = np.zeros((20, 30, 3), dtype=np.uint8)
-    left, top, width, height = 17, 2, 9, 5
+INK = (8.0, 2.0, 10.0, 6.0)  # left, top, width, height of a white rectangle in the pixels as stored
+
+
+def paint_turned(path: Path, orientation: int, size: tuple[int, int] = (20, 30)) -> None:
+    """An image of this stored height and width with INK, turned by its EXIF tag."""
+    left, top, width, height = map(int, INK)
+    pixels = np.zeros((*size, 3), dtype=np.uint8)
     pixels[top : top + height, left : left + width] = 255
     exif = Image.Exif()
     exif[0x0112] = orientation
-    Image.fromarray(pixels).save(tmp_path / f"1.{suffix}", exif=exif)
-    # the file says the size before the turn: so its boxes are those of the stored pixels
-    data = content(images=[image(1, f"1.{suffix}")], annotations=[annotation(1, box=(left, top, width, height))])
-    (table, paths, sizes, _), findings = compare(tmp_path, data)
+    Image.fromarray(pixels).save(path, exif=exif)
+
+
+def ink(path: str, size: list[int]) -> list[int]:
+    """Left, top, width, height of what is white in the image as models see it."""
     from vision_attn.data.pixels import load
 
-    shown = load(paths[0], sizes[0].tolist())[0].numpy() > 127
-    assert shown.shape == tuple(sizes[0]) == tuple(table.sizes[0])
+    rows, columns = np.nonzero(load(path, size)[0].numpy() > 127)
+    return [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_exif_turns_images_and_boxes(tmp_path: Path, orientation: int, suffix: str) -> None:
+    paint_turned(tmp_path / f"1.{suffix}", orientation)
+    # the file says the size before the turn: so its boxes are those of the stored pixels
+    data = content(images=[image(1, f"1.{suffix}")], annotations=[annotation(1, box=INK)])
+    (table, paths, sizes, _), findings = compare(tmp_path, data)
+    assert tuple(sizes[0]) == tuple(table.sizes[0]) == ((30, 20) if orientation >= 5 else (20, 30))
     if orientation >= 5:
         assert "EXIF" in findings.found[0].kind
-        rows, columns = np.nonzero(shown)
-        box = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
-        np.testing.assert_allclose(table.boxes[0], box)
+        np.testing.assert_array_equal(table.boxes[0], ink(paths[0], sizes[0].tolist()))
         # the size after the turn: boxes are those of the image as shown, and stay
         data["images"][0].update(height=30, width=20)
         (table, *_), findings = compare(tmp_path, data)
         assert not findings.found
-        assert table.boxes[0].tolist() == [left, top, width, height]
-    else:
+        assert table.boxes[0].tolist() == list(INK)
+    elif orientation == 1:
         assert not findings.found
+    else:  # the same size before and after
+        assert [(f.kind, f.ids) for f in findings.found] == [(UNSURE, [1])]
+        assert table.boxes[0].tolist() == list(INK)
 
 
-@given(st.integers(5, 8), st.integers(0, 20), st.integers(0, 10))
+UNSURE = "images whose EXIF turn their size cannot confirm"
+SAME_SIZE = [(n, (20, 20)) for n in range(2, 9)] + [(n, (20, 30)) for n in (2, 3, 4)]
+
+
+@pytest.mark.parametrize("others", [(), ("stored",), ("shown",), ("stored", "shown"), ("stored", "stored", "upright")])
+@pytest.mark.parametrize("said", ["whole", "half", "nothing"])
+@pytest.mark.parametrize(("orientation", "size"), [*SAME_SIZE, (6, (20, 30)), (7, (20, 30))])
+def test_a_turn_that_the_size_does_not_show_is_that_of_the_other_images(
+    tmp_path: Path, orientation: int, size: tuple[int, int], said: str, others: tuple[str, ...]
+) -> None:
+    """A box lies on the ink, or is as written and reported; where others say that it is as shown, there is no word."""
+    if (orientation, size) not in SAME_SIZE and said != "nothing":
+        return  # the size tells
+    paint_turned(tmp_path / "1.png", orientation, size)
+    share = 0.5 if said == "half" else 1.0
+    about = {"height": int(size[0] * share), "width": int(size[1] * share)}
+    images = [{"id": 1, "file_name": "1.png", **(about if said != "nothing" else {})}]
+    for number, kind in enumerate(others, 2):
+        paint_turned(tmp_path / f"{number}.png", 1 if kind == "upright" else 6)
+        height, width = (30, 20) if kind == "shown" else (20, 30)
+        images.append(image(number, f"{number}.png", height=height, width=width))
+    box = [value * share for value in INK]
+    data = content(images=images, annotations=[annotation(1, box=box)])
+    (table, paths, sizes, _), findings = compare(tmp_path, data)
+    found = {finding.kind: finding for finding in findings.found if "EXIF" in finding.kind}
+    seen = set(others) - {"upright"}
+    if seen == {"stored"}:
+        np.testing.assert_array_equal(table.boxes[0] / share, ink(paths[0], sizes[0].tolist()))
+        assert [finding.ids for kind, finding in found.items() if "others show" in kind] == [[1]]
+    else:
+        assert table.boxes[0].tolist() == box
+        assert [finding.ids for finding in found.values() if finding.kind == UNSURE] == (
+            [] if seen == {"shown"} else [[1]]
+        )
+    scale = 1 if said == "nothing" else share
+    assert table.sizes[0].tolist() == (sizes[0] * scale).tolist()
+    if seen == {"shown"}:
+        assert not found
+
+
+def test_a_turn_without_boxes_needs_no_word(tmp_path: Path) -> None:
+    paint_turned(tmp_path / "1.png", 3)
+    _, findings = compare(tmp_path, content(images=[image(1)], annotations=[]))
+    assert not findings.found
+
+
+@given(st.integers(1, 8), st.integers(0, 20), st.integers(0, 10))
 def test_boxes_turn_inside_the_image(orientation: int, x: int, y: int) -> None:
     turned = turn_boxes(np.array([[x, y, 7.0, 9.0]]), (19, 27), orientation)[0]
-    assert turned[2:].tolist() == [9, 7]
-    assert 0 <= turned[0] <= 10
-    assert 0 <= turned[1] <= 20
+    swapped = orientation >= 5
+    assert turned[2:].tolist() == ([9, 7] if swapped else [7, 9])
+    assert 0 <= turned[0] <= (10 if swapped else 20)
+    assert 0 <= turned[1] <= (20 if swapped else 10)
 
 
 @pytest.mark.parametrize(("size", "fine"), [((60, 40), True), ((15, 10), True), ((33, 20), False), ((20, 20), False)])

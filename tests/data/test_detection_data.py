@@ -318,6 +318,82 @@ def test_categories(coco_set: Any) -> None:
     assert shown(make(coco_set, categories=["blue", "red"], fraction=0.3)) < with_any
 
 
+@pytest.mark.parametrize(
+    ("listed", "boxes"),
+    [
+        ({2: "red"}, [2]),
+        ({3: "green"}, []),
+        ({2: "red", 3: "green"}, [2]),
+        ({2: "red", 90: "dog"}, [2]),
+        ({7: "blue", 3: "grass"}, [7]),
+        ({2: "red", 3: "green", 7: "blue"}, [2, 7]),
+    ],
+)
+def test_chosen_categories_that_evaluation_does_not_list(coco_set: Any, listed: dict[int, str], boxes: list) -> None:
+    """What is chosen is chosen from the training file; of another file it takes what is there."""
+    coco_set.add("train", [(20, 20)] * 9)
+    for split in ("val", "test"):
+        content = coco_set.add(split, [(20, 20)] * 3)
+        row = {**content["annotations"][0], "bbox": [1.0, 1.0, 4.0, 4.0]}
+        content["annotations"] = [{**row, "id": n, "category_id": n} for n in listed]
+        content["categories"] = [{"id": n, "name": name} for n, name in listed.items()]
+    data = make(coco_set, categories=["red", "blue"])
+    for split in ("val", "test"):
+        truth = data.ground_truth(split)  # type: ignore[arg-type]
+        assert [row["category_id"] for row in truth["annotations"]] == boxes
+        assert [row["id"] for row in truth["categories"]] == [2, 7]
+        assert len(truth["images"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"), [({5: "red"}, "category 5 .red.*cannot find it"), ({2: "rot"}, "2 is 'rot'.*disagree")]
+)
+def test_chosen_categories_that_evaluation_lists_otherwise(coco_set: Any, listed: dict[int, str], words: str) -> None:
+    coco_set.add("train", [(20, 20)] * 9)
+    content = coco_set.add("val", [(20, 20)] * 3)
+    content["annotations"] = []
+    content["categories"] = [{"id": n, "name": name} for n, name in listed.items()]
+    with pytest.raises(UserError, match=words):
+        make(coco_set, categories=["red", "blue"]).setup("fit")
+
+
+@pytest.mark.parametrize("witness", ["stored", "shown", "none"])
+def test_boxes_of_turned_images_are_the_same_in_every_subset(coco_set: Any, witness: str) -> None:
+    """Only one image tells whether boxes were drawn before the turn, and most subsets lack it."""
+    content = coco_set.add("train", [*[(20, 20)] * 7, (20, 30)])
+    for number, row in enumerate(content["images"]):
+        path, exif = coco_set.root / "train" / row["file_name"], Image.Exif()
+        exif[0x0112] = 3 if number < 7 or witness == "none" else 6
+        Image.open(path).save(path, exif=exif)
+    if witness == "shown":
+        content["images"][7].update(height=30, width=20)
+        content["annotations"] = [
+            row for row in content["annotations"] if row["image_id"] != content["images"][7]["id"]
+        ]
+
+    def boxes(**more: Any) -> dict[int, list[Any]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = make(coco_set, **more)
+            rows = data.ground_truth("train")["annotations"]
+        assert any("cannot confirm" in finding.kind for finding in data.findings) == (witness == "none")
+        out: dict[int, list[Any]] = {row["id"]: [] for row in data.ground_truth("train")["images"]}
+        for row in rows:
+            out[row["image_id"]].append(row["bbox"])
+        return out
+
+    whole = boxes()
+    written = {row["id"]: [] for row in content["images"]}
+    for row in content["annotations"]:
+        written[row["image_id"]].append(row["bbox"])
+    cannot_tell = content["images"][0]["id"]
+    assert (whole[cannot_tell] == written[cannot_tell]) == (witness != "stored")
+    for seed in range(3):
+        part = boxes(max_images=2, seed=seed)
+        assert len(part) == 2
+        assert part == {number: whole[number] for number in part}
+
+
 def test_crowds_and_empty_images(coco_set: Any) -> None:
     content = coco_set.add("train", [(20, 20)] * 3, most=3)
     val = coco_set.add("val", [(20, 20)] * 2, most=2)
@@ -368,6 +444,31 @@ def test_images_that_are_in_training_and_validation(small_set: Any) -> None:
     options = {**small_set.options(), "val_json": small_set.options()["train_json"]}
     with pytest.raises(UserError, match="every training image"):
         DetectionData(**options, overlap="drop").setup("fit")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("twins", [["valid"], ["test"], ["valid", "test"]])
+def test_equally_named_files_of_every_split_are_compared(coco_set: Any, twins: list[str], verify: bool) -> None:
+    """Roboflow's layout: all three annotation files have one name, and only their folders tell them apart."""
+    for split in ("train", "valid", "test"):
+        content = coco_set.add(split, [(23, 31), (31, 23)])
+        (coco_set.root / split / "_annotations.coco.json").write_text(json.dumps(content))
+    for split in twins:
+        shutil.copy(coco_set.root / "train" / "0.png", coco_set.root / split / "1.png")
+        shutil.copy(coco_set.root / "train" / "1.png", coco_set.root / split / "0.png")
+        content = coco_set.content[split]
+        content["images"] = [dict(row, file_name=f"{1 - n}.png") for n, row in enumerate(content["images"])]
+        (coco_set.root / split / "_annotations.coco.json").write_text(json.dumps(content))
+    splits = {"train": "train", "val": "valid", "test": "test"}
+    files = {f"{key}_json": f"{folder}/_annotations.coco.json" for key, folder in splits.items()}
+    options = {"name": "coco", "root": coco_set.root, "img_size": 24, "max_size": 60, "verify_images": verify, **files}
+    with pytest.raises(UserError, match=rf"2 training images that are in {twins[0]}/_annotations\.coco\.json too"):
+        DetectionData(**options).setup("fit")
+    with pytest.warns(UserWarning, match="kept, as data.overlap says") as caught:
+        DetectionData(**options, overlap="allow").setup("fit")
+    text = " ".join(str(warning.message) for warning in caught)
+    for split in ("valid", "test"):
+        assert (f"in {split}/_annotations.coco.json too" in text) == (split in twins)
 
 
 def test_a_bad_image_is_found_before_training(small_set: Any) -> None:

@@ -53,6 +53,7 @@ def report(parts: list[Part]) -> list[str]:
     lines = []
     for part in parts:
         lines.append(f"{part.where}: {part.summary}" if part.summary else f"{part.where}")
+        lines += [f"  note: {note}" for note in part.notes]
         for finding in part.findings:
             lines.append(f"  {finding}" + ("" if finding.repair else f". {finding.advice}".rstrip(". ")))
         if not part.findings:
@@ -67,5 +68,6 @@ def content(path: str, parts: list[Part]) -> dict[str, Any]:
     files = []
     for part in parts:
         rows = [{**dataclasses.asdict(finding), "count": finding.count} for finding in part.findings]
-        files.append({"where": part.where, "images": part.images, "summary": part.summary, "findings": rows})
+        about = {"where": part.where, "images": part.images, "summary": part.summary, "notes": part.notes}
+        files.append({**about, "findings": rows})
     return {"path": str(path), "findings": sum(len(part.findings) for part in parts), "parts": files}

@@ -88,10 +88,19 @@ def image_ids(sources: Sequence[Path], known: dict[str, int] | None) -> list[int
     in COCO itself (``000000000285.jpg``), or else 1, 2, 3 …
 
     Raises:
-        UserError: the annotations do not know an image, or know several of its name.
+        UserError: the annotations do not know an image, know several of its name, or have one id for two images.
     """
     if known is not None:
-        return [_known_id(source, known) for source in sources]
+        taken: dict[int, Path] = {}
+        for source in sources:
+            number = _known_id(source, known)
+            if number in taken:
+                raise UserError(
+                    f"{taken[number]} and {source} both have the image id {number} by --annotations: an evaluator "
+                    "would take them for one image. Give one of them, or let its file_name and id tell them apart."
+                )
+            taken[number] = source
+        return list(taken)
     stems = [source.stem for source in sources]
     if all(stem.isascii() and stem.isdigit() for stem in stems) and len({int(stem) for stem in stems}) == len(stems):
         return [int(stem) for stem in stems]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from vision_attn.data.coco import read_coco
+from vision_attn.data.coco import KEYS, read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, in_threads, look_at
 from vision_attn.data.coco_table import CocoTable, fit_boxes, match_categories
-from vision_attn.data.findings import Finding, Findings
+from vision_attn.data.findings import Finding, Findings, short_names
 from vision_attn.data.image_folder import refuse_other_splits
 from vision_attn.data.images import EXTENSIONS
 from vision_attn.data.verify import Verifier
@@ -33,6 +34,7 @@ class Part:
         summary: what it holds, in words.
         findings: what is wrong.
         contents: name and hash of the decoded pixels of every image that could be read.
+        notes: what is worth a word, but no mistake.
     """
 
     where: str
@@ -40,6 +42,7 @@ class Part:
     summary: str = ""
     findings: list[Finding] = field(default_factory=list)
     contents: list[tuple[Any, bytes]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def check_path(path: Path, images: Path | None = None) -> list[Part]:
@@ -53,10 +56,12 @@ def check_path(path: Path, images: Path | None = None) -> list[Part]:
         UserError: there is no such file or folder, or nothing in it that can be checked.
     """
     if path.is_file():
-        parts = [check_coco(path, images or image_folder_of(path.parent.parent, path))[0]]
-    elif not path.is_dir():
+        return _compared([check_coco(path, images or _image_folder(path))[0]])
+    if not path.is_dir():
         raise UserError(f"There is no file or folder {path}.")
-    elif files := annotation_files(path):
+    files, strays = annotation_files(path)
+    left_out = [f"{file} is left out: it has none of {', '.join(KEYS)}" for file in strays]
+    if files:
         if images is not None and len(files) > 1:
             raise UserError(
                 f"{path} holds {len(files)} annotation files: name one of them to say where its images are."
@@ -68,24 +73,61 @@ def check_path(path: Path, images: Path | None = None) -> list[Part]:
     else:
         raise UserError(
             f"{path} holds neither COCO files (annotations/*.json) nor images in folders of their classes "
-            "(train/<class>/<image> or <class>/<image>)."
+            f"(train/<class>/<image> or <class>/<image>).{_none_of_cocos(strays)}"
         )
-    _compare_contents(parts)
-    return parts
+    parts[0].notes += left_out
+    return _compared(parts)
 
 
 # -- COCO ---------------------------------------------------------------------------------------------
 
 
-def annotation_files(folder: Path) -> list[Path]:
+def annotation_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """COCO files in ``annotations/``, in the folder itself or one level below; training files first.
 
     Those in ``annotations/`` count only if they are called ``instances_*``, where any is.
+
+    Returns:
+        The files, and other JSON files that lay there and are none.
     """
-    found = sorted((folder / "annotations").glob("*.json"))
-    found = [file for file in found if file.name.startswith("instances_")] or found
-    found = found or sorted(folder.glob("*.json")) or sorted(folder.glob("*/*.coco.json"))
-    return sorted(found, key=lambda file: (not _is_training(file), "test" in file.stem, file))
+    inside = sorted((folder / "annotations").glob("*.json"))
+    named = [file for file in inside if file.name.startswith("instances_")]
+    strays: list[Path] = []
+    for level in (named or inside, sorted(folder.glob("*.json")), sorted(folder.glob("*/*.coco.json"))):
+        found = [file for file in level if _is_meant_as_coco(file)]
+        strays += [file for file in level if file not in found]
+        if found:
+            return sorted(found, key=lambda file: (not _is_training(file), "test" in file.stem, file)), strays
+    return [], strays
+
+
+def _is_meant_as_coco(file: Path) -> bool:
+    """Whether it is a COCO file, whole or broken; others that lie beside one are somebody else's."""
+    if file.name.startswith("instances_") or file.name.endswith(".coco.json"):
+        return True
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return True  # damaged: reading it will say how
+    return isinstance(content, dict) and any(key in content for key in KEYS)
+
+
+def _none_of_cocos(strays: list[Path]) -> str:
+    if not strays:
+        return ""
+    names = f"{strays[0].name}{f' and {len(strays) - 1} more' if len(strays) > 1 else ''}"
+    return f" COCO files have {', '.join(KEYS)}: {names} there {'have' if len(strays) > 1 else 'has'} none of these."
+
+
+def _image_folder(file: Path) -> Path:
+    """Where the images of a file lie, when nobody names the set's folder: it may be the file's own or the one above."""
+    own = file.absolute().parent
+    roots = [own.parent, own] if own.name == "annotations" else [own, own.parent]
+    for root in roots:
+        folder = image_folder_of(root, file.absolute())
+        if folder != own or any(_is_image(entry) for entry in own.iterdir()):
+            return folder
+    return own
 
 
 def _is_training(file: Path) -> bool:
@@ -214,7 +256,11 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _has_image(folder: Path) -> bool:
-    return any(file.suffix.lower() in EXTENSIONS for file in folder.rglob("*"))
+    return any(_is_image(file) for file in folder.rglob("*"))
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in EXTENSIONS
 
 
 def _same_image_two_classes(part: Part, findings: Findings) -> None:
@@ -228,8 +274,9 @@ def _same_image_two_classes(part: Part, findings: Findings) -> None:
 # -- content ------------------------------------------------------------------------------------------
 
 
-def _compare_contents(parts: list[Part]) -> None:
-    """Images that are there twice, within a part or in two of them."""
+def _compared(parts: list[Part]) -> list[Part]:
+    """The parts, with a word on images that are there twice, within a part or in two of them."""
+    names = short_names([part.where for part in parts])
     for number, part in enumerate(parts):
         seen: dict[bytes, Any] = {}
         twice = []
@@ -238,12 +285,13 @@ def _compare_contents(parts: list[Part]) -> None:
                 twice.append(f"{name} = {seen[content]}")
             seen.setdefault(content, name)
         _add(part, "images that repeat another one of the same file, by content", twice, _KEPT)
-        for other in parts[number + 1 :]:
+        for name_of_other, other in zip(names[number + 1 :], parts[number + 1 :], strict=True):
             shared = [f"{seen[content]} = {name}" for name, content in other.contents if content in seen]
-            kind = f"images that are in {os.path.basename(other.where)} too, by content"
+            kind = f"images that are in {name_of_other} too, by content"
             # only detection compares, and only its training images with those of evaluation
             refused = number == 0 and os.path.isfile(part.where) and not _is_training(Path(other.where))
             _add(part, kind, shared, "training refuses them unless data.overlap says otherwise" if refused else _KEPT)
+    return parts
 
 
 def _add(part: Part, kind: str, ids: Iterable[str], repair: str) -> None:

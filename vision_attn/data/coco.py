@@ -18,6 +18,7 @@ from vision_attn.data.coco_table import CocoTable
 from vision_attn.data.findings import Findings
 from vision_attn.errors import UserError
 
+KEYS = ("images", "annotations", "categories")  # what a file holds
 _LARGEST_ID = 2**63 - 1
 _WORDS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # for a crowd
 _CONVERTED, _NO_CROWD = "converted", "taken for no crowd"
@@ -40,10 +41,10 @@ def read_coco(path: str | Path, findings: Findings | None = None) -> CocoTable:
     path = Path(path)
     findings = findings or Findings()
     content = _load(path)
-    labels, category_ids, groups = _categories(content["categories"], path, findings)
+    labels, names, category_ids, groups = _categories(content["categories"], path, findings)
     image_ids, files, sizes = _images(content["images"], path, findings)
     table = _annotations(content["annotations"], path, findings, image_ids, category_ids)
-    return CocoTable(path, labels, category_ids, groups, image_ids, files, sizes, **table)
+    return CocoTable(path, labels, names, category_ids, groups, image_ids, files, sizes, **table)
 
 
 def _load(path: Path) -> dict[str, list[Any]]:
@@ -58,7 +59,7 @@ def _load(path: Path) -> dict[str, list[Any]]:
         raise UserError(f"{path} is not a JSON file: {error}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a dictionary in COCO's layout, found a {type(content).__name__}.")
-    for key in ("images", "annotations", "categories"):
+    for key in KEYS:
         if key not in content:
             raise UserError(f"{path} has no {key!r}: a COCO file has images, annotations and categories.")
         if not isinstance(content[key], list):
@@ -110,7 +111,8 @@ def _ids(rows: list[Any], key: str, what: str, path: Path, findings: Findings) -
     return ids
 
 
-def _categories(rows: list[Any], path: Path, findings: Findings) -> tuple[list[str], list[int], list[str]]:
+def _categories(rows: list[Any], path: Path, findings: Findings) -> tuple[list[str], list[str], list[int], list[str]]:
+    """Labels, names as written, ids and supercategories, in ascending order of the ids."""
     if not rows:
         raise UserError(f"{path} has no categories: there is nothing to detect.")
     ids = _ids(rows, "id", "categories", path, findings)
@@ -143,7 +145,7 @@ def _categories(rows: list[Any], path: Path, findings: Findings) -> tuple[list[s
     )
     order = sorted(names)
     labels = [f"{names[number][0]} ({number})" if number in twins else names[number][0] for number in order]
-    return labels, order, [names[number][1] for number in order]
+    return labels, [names[number][0] for number in order], order, [names[number][1] for number in order]
 
 
 def _images(rows: list[Any], path: Path, findings: Findings) -> tuple[np.ndarray, list[str], np.ndarray]:

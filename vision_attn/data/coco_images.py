@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vision_attn.data.verify import Keep
 
 _ORIENTATION = 0x0112  # EXIF tag
+SHOWN, STORED, EITHER = "shown", "stored", "either"  # whose pixels boxes are measured in
 _END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what a whole file ends with
 _TAIL = 4096  # bytes that are searched for it; some cameras write on after the end
 T = TypeVar("T")
@@ -128,6 +129,7 @@ def compare_with_files(
     *,
     skip_bad: bool = False,
     look: Callable[[Sequence[str]], list[Header]] | None = None,
+    whole: CocoTable | None = None,
 ) -> tuple[CocoTable, list[str], np.ndarray, np.ndarray]:
     """Look at every image file and make boxes and files agree.
 
@@ -137,6 +139,7 @@ def compare_with_files(
         findings: collects what does not agree.
         skip_bad: leave out images that cannot be read, instead of refusing the set.
         look: says what files are; None looks at heads and tails.
+        whole: of which ``table`` is a part, so that a box is the same in every part; None: ``table`` is all there is.
 
     Returns:
         The table with a size for every image (the frame that boxes are measured in), N paths, (N, 2) int64 heights and
@@ -164,7 +167,13 @@ def compare_with_files(
     if bad.any():
         table = table.take(rows)
     kept = [headers[row] for row in rows]
-    table = _same_frame(table, kept, findings)
+    frames = [_frame(size, header) for size, header in zip(table.sizes.tolist(), kept, strict=True)]
+    told = frames  # a part of a file may lack the images that tell
+    if EITHER in frames and whole is not None and len(whole) > len(table):
+        others = in_threads(look_at, image_paths(whole, folder))
+        told = [_frame(size, header) for size, header in zip(whole.sizes.tolist(), others, strict=True)]
+    sure = set(told) - {EITHER, ""}
+    table = _same_frame(table, kept, frames, sure.pop() if len(sure) == 1 else EITHER, findings)
     return table, [paths[row] for row in rows], np.array([header.size for header in kept], dtype=np.int64), rows
 
 
@@ -177,25 +186,58 @@ def report_bad(kind: str, files: list[str], table: CocoTable, findings: Findings
         findings.fatal(kind, table.path, files, f"{verb}, or leave them out with data.skip_bad_images=true.", of="file")
 
 
-def _same_frame(table: CocoTable, headers: list[Header], findings: Findings) -> CocoTable:
-    """Sizes and boxes of the table in the frame of the image as it is shown, or one in proportion to it."""
+def _frame(said: list[int], header: Header) -> str:
+    """In whose pixels the boxes of a turned image are, by the size that the annotation file says.
+
+    A turn by 180°, a mirror, or any turn of a square leaves the size as it is: then it could be either.
+    """
+    size = (said[0], said[1])
+    if header.orientation == 1:
+        return ""
+    if size == (0, 0):
+        return EITHER
+    if header.stored != header.size and size in (header.stored, header.size):
+        return SHOWN if size == header.size else STORED
+    if not _in_proportion(size, header.size):
+        return ""  # the image is not the one that the file means
+    return EITHER if _in_proportion(size, header.stored) else SHOWN
+
+
+def _same_frame(
+    table: CocoTable, headers: list[Header], frames: list[str], usual: str, findings: Findings
+) -> CocoTable:
+    """Sizes and boxes of the table in the frame of the image as it is shown, or one in proportion to it.
+
+    Args:
+        table: of these images.
+        headers: of their files.
+        frames: see :func:`_frame`.
+        usual: what all images that can tell agree on, for those that cannot; or ``EITHER``.
+        findings: takes note.
+    """
     sizes, boxes = table.sizes.copy(), table.boxes.copy()
-    turned, scaled, strange = [], [], []
-    for row, header in enumerate(headers):
-        said, shown = tuple(sizes[row].tolist()), header.size
+    turned: list[int] = []
+    followed: list[int] = []
+    unsure, scaled, strange = [], [], []
+    with_boxes = set(table.image.tolist())
+    for row, (header, frame) in enumerate(zip(headers, frames, strict=True)):
+        said, shown, number = tuple(sizes[row].tolist()), header.size, int(table.image_ids[row])
+        if frame == STORED or (frame == EITHER and usual == STORED):
+            said = header.stored if said == (0, 0) else said
+            chosen = table.image == row
+            boxes[chosen] = turn_boxes(boxes[chosen], said, header.orientation)
+            said = said[::-1] if header.orientation >= 5 else said
+            sizes[row] = said
+            (turned if frame == STORED else followed).append(number)
+        elif frame == EITHER and usual == EITHER and row in with_boxes:
+            unsure.append(number)
         if said == shown:
             continue
         if said == (0, 0):
             sizes[row] = shown
-        elif said == header.stored:
-            chosen = table.image == row
-            boxes[chosen] = turn_boxes(boxes[chosen], said, header.orientation)
-            sizes[row] = shown
-            turned.append(int(table.image_ids[row]))
         elif _in_proportion(said, shown):
-            scaled.append(int(table.image_ids[row]))
+            scaled.append(number)
         else:
-            number = int(table.image_ids[row])
             strange.append(f"{number}: {said[1]}×{said[0]} said, {shown[1]}×{shown[0]} found")
             if not findings.strict:
                 sizes[row] = shown
@@ -205,7 +247,15 @@ def _same_frame(table: CocoTable, headers: list[Header], findings: Findings) -> 
         strange,
         "Their boxes cannot be trusted: correct the file.",
     )
-    findings.repaired("boxes given before the EXIF rotation of their image", table.path, turned, "turned with it")
+    before = "boxes given before the EXIF rotation of their image"
+    findings.repaired(before, table.path, turned, "turned with it")
+    findings.repaired(f"{before}, as the sizes of others show", table.path, followed, "turned with it")
+    findings.repaired(
+        "images whose EXIF turn their size cannot confirm",
+        table.path,
+        unsure,
+        "boxes taken as shown; look at them, or save these images without an EXIF turn",
+    )
     findings.repaired(
         "images of another size than the file says, in proportion to it",
         table.path,
@@ -228,12 +278,17 @@ def turn_boxes(boxes: np.ndarray, stored: tuple[int, int], orientation: int) -> 
     Args:
         boxes: (n, 4) left, top, width, height.
         stored: height and width of the stored pixels.
-        orientation: EXIF, 5 to 8, those that swap the sides.
+        orientation: EXIF, 1 to 8; from 5 on the sides are swapped.
     """
     height, width = stored
     left, top, wide, tall = boxes.T
-    x = height - top - tall if orientation in (6, 7) else top
-    y = width - left - wide if orientation in (7, 8) else left
+    right, bottom = width - left - wide, height - top - tall  # distances from the other edges
+    if orientation < 5:
+        x = right if orientation in (2, 3) else left
+        y = bottom if orientation in (3, 4) else top
+        return np.stack([x, y, wide, tall], 1)
+    x = bottom if orientation in (6, 7) else top
+    y = right if orientation in (7, 8) else left
     return np.stack([x, y, tall, wide], 1)
 
 

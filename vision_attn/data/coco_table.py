@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vision_attn.data.findings import Findings
 from vision_attn.errors import UserError, closest
 
 OUTSIDE = 1.0  # pixels that a box may stick out by rounding before it is worth a word
+CERTAIN = 20  # boxes that are not all of another format by chance
 
 
 @dataclass
@@ -20,7 +22,8 @@ class CocoTable:
 
     Attributes:
         path: the file.
-        labels: class names, one for each contiguous label.
+        labels: class names, one for each contiguous label, no two alike.
+        names: of the same classes as written in the file, where some may be alike.
         category_ids: the file's id of each label.
         supercategories: of each label; ``""`` where the file has none.
         image_ids: (N,) int64, in the file's order.
@@ -36,6 +39,7 @@ class CocoTable:
 
     path: Path
     labels: list[str]
+    names: list[str]
     category_ids: list[int]
     supercategories: list[str]
     image_ids: np.ndarray
@@ -110,7 +114,7 @@ def fit_boxes(table: CocoTable, findings: Findings) -> tuple[CocoTable, np.ndarr
     inside = (cut[:, 2:] - cut[:, :2] > 0).all(1)
     stick_out = inside & (np.abs(cut - corners) > OUTSIDE).any(1)
     ids = table.image_ids[table.image]
-    _refuse_other_formats(table, corners, size, findings)
+    _doubt_other_formats(table, corners, size, findings)
     findings.repaired("boxes outside their image", table.path, ids[~inside].tolist(), "left out")
     findings.repaired(
         f"boxes that stick out of their image by more than {OUTSIDE:g} px",
@@ -121,28 +125,31 @@ def fit_boxes(table: CocoTable, findings: Findings) -> tuple[CocoTable, np.ndarr
     return table.keep(inside), cut[inside]
 
 
-def _refuse_other_formats(table: CocoTable, corners: np.ndarray, size: np.ndarray, findings: Findings) -> None:
-    """Boxes in shares of the image, or as two corners, train a model of nonsense: better to say so."""
+def _doubt_other_formats(table: CocoTable, corners: np.ndarray, size: np.ndarray, findings: Findings) -> None:
+    """Boxes in shares of the image, or as two corners, train a model of nonsense: better to say so.
+
+    Many of them are refused; a few may be so by chance, and get a word.
+    """
     if len(corners) == 0:
         return
+    advice = "COCO boxes are left, top, width, height in pixels."
+    doubt = "taken for left, top, width, height in pixels, as COCO has them; look at them before you train"
+    ids, certain = table.image_ids[table.image], len(corners) >= CERTAIN
     if (table.boxes <= 1.0).all() and (size > 8).all():
-        findings.fatal(
-            "all boxes lie between 0 and 1, as if they were shares of the image",
-            table.path,
-            [],
-            "COCO boxes are left, top, width, height in pixels.",
-            of="",
-        )
+        # a box of one pixel in the corner, 0, 0, 1, 1, is written like a whole image in shares
+        if certain or (table.boxes % 1.0 != 0.0).any():
+            kind = "all boxes lie between 0 and 1, as if they were shares of the image"
+            findings.fatal(kind, table.path, [], advice, of="")
+        else:
+            findings.repaired("boxes that look like shares of the image", table.path, ids.tolist(), doubt)
     far = (corners[:, 2:] > size[:, ::-1] + OUTSIDE).any(1)
     as_corners = (table.boxes[:, 2:] > table.boxes[:, :2]).all(1) & (table.boxes[:, 2:] <= size[:, ::-1] + 1).all(1)
-    if len(corners) >= 20 and far.mean() > 0.2 and as_corners.all():
-        findings.fatal(
-            f"{far.mean():.0%} of the boxes stick out of their images, as if they were two corners",
-            table.path,
-            [],
-            "COCO boxes are left, top, width, height in pixels.",
-            of="",
-        )
+    if far.mean() > 0.2 and as_corners.all():
+        if certain:
+            kind = f"{far.mean():.0%} of the boxes stick out of their images, as if they were two corners"
+            findings.fatal(kind, table.path, [], advice, of="")
+        else:
+            findings.repaired("boxes that look like two corners", table.path, ids[far].tolist(), doubt)
 
 
 def choose_categories(table: CocoTable, names: list[str]) -> CocoTable:
@@ -150,36 +157,68 @@ def choose_categories(table: CocoTable, names: list[str]) -> CocoTable:
 
     Args:
         table: any.
-        names: of categories, or their ids.
+        names: of categories, or their ids; what is both is a name.
 
     Returns:
         A table whose labels are the chosen categories in the order of their ids.
 
     Raises:
-        UserError: an unknown name, or no name at all.
+        UserError: an unknown name, an id where names are numbers too, or nothing at all.
     """
-    known = {**{str(number): label for label, number in enumerate(table.category_ids)}}
-    known |= {name: label for label, name in enumerate(table.labels)}
-    for name in names:
-        if str(name) not in known:
-            raise UserError(f"{table.path} has no category {name!r}.{closest(str(name), table.labels)}")
-    chosen = sorted({known[str(name)] for name in names})
+    by_name = {name: label for label, name in enumerate(table.labels)}
+    by_id = {str(number): label for label, number in enumerate(table.category_ids)}
+    numeric = any(name.strip().isdecimal() for name in table.names)
+    chosen = set()
+    for entry in map(str, names):
+        if entry not in by_name and entry not in by_id:
+            raise UserError(f"{table.path} has no category {entry!r}.{closest(entry, table.labels)}")
+        if entry not in by_name and numeric:
+            raise UserError(
+                f"{table.path} has no category named {entry!r}, only one with this id; where names are numbers, "
+                f"data.categories takes no ids. Write its name, {table.labels[by_id[entry]]!r}, if you mean that one."
+            )
+        chosen.add(by_name[entry] if entry in by_name else by_id[entry])
     if not chosen:
         raise UserError("data.categories is empty: name at least one, or leave it out for all.")
+    return _only(table, sorted(chosen))
+
+
+def drop_unchosen(table: CocoTable, chosen: CocoTable, listed: Mapping[int, str]) -> CocoTable:
+    """``table`` without the categories that nobody chose, in which it need not agree with the training file.
+
+    Args:
+        table: of validation or test; it may lack categories.
+        chosen: of training, cut down to the chosen categories.
+        listed: names by id of all categories of the training file.
+    """
+
+    def wanted(number: int, name: str) -> bool:
+        # a chosen name under an id that training does not know by it is kept, for match_categories to refuse
+        return number in chosen.category_ids or (name in chosen.names and listed.get(number) != name)
+
+    rows = enumerate(zip(table.category_ids, table.names, strict=True))
+    return _only(table, [label for label, (number, name) in rows if wanted(number, name)])
+
+
+def _only(table: CocoTable, labels: list[int]) -> CocoTable:
+    """Only these labels, ascending, and their annotations."""
     place = np.full(len(table.labels), -1)
-    place[chosen] = np.arange(len(chosen))
+    place[np.array(labels, dtype=np.int64)] = np.arange(len(labels))
     part = table.keep(place[table.label] >= 0)
     return replace(
         part,
         label=place[part.label],
-        labels=[table.labels[label] for label in chosen],
-        category_ids=[table.category_ids[label] for label in chosen],
-        supercategories=[table.supercategories[label] for label in chosen],
+        labels=[table.labels[label] for label in labels],
+        names=[table.names[label] for label in labels],
+        category_ids=[table.category_ids[label] for label in labels],
+        supercategories=[table.supercategories[label] for label in labels],
     )
 
 
 def match_categories(table: CocoTable, reference: CocoTable) -> CocoTable:
     """``table`` with the labels of ``reference``: val and test use the classes of the training file.
+
+    Names are compared as the files have them: what is added to tell equal ones apart depends on what else a file lists.
 
     Raises:
         UserError: a category of ``table`` is unknown to ``reference`` or has another name there.
@@ -187,15 +226,15 @@ def match_categories(table: CocoTable, reference: CocoTable) -> CocoTable:
     if (table.category_ids, table.labels) == (reference.category_ids, reference.labels):
         return table
     label_of = {number: label for label, number in enumerate(reference.category_ids)}
-    for number, name in zip(table.category_ids, table.labels, strict=True):
+    for number, name in zip(table.category_ids, table.names, strict=True):
         if number not in label_of:
             raise UserError(
                 f"{table.path} has category {number} ({name}), which {reference.path} has not: a model trained there "
                 "cannot find it. Use the same categories in both, or name the ones to use in data.categories."
             )
-        if reference.labels[label_of[number]] != name:
+        if reference.names[label_of[number]] != name:
             raise UserError(
-                f"Category {number} is {name!r} in {table.path} but {reference.labels[label_of[number]]!r} in "
+                f"Category {number} is {name!r} in {table.path} but {reference.names[label_of[number]]!r} in "
                 f"{reference.path}: the two files disagree."
             )
     place = np.array([label_of[number] for number in table.category_ids], dtype=np.int64)
@@ -203,6 +242,7 @@ def match_categories(table: CocoTable, reference: CocoTable) -> CocoTable:
         table,
         label=place[table.label],
         labels=reference.labels,
+        names=reference.names,
         category_ids=reference.category_ids,
         supercategories=reference.supercategories,
     )

@@ -16,7 +16,7 @@ from vision_attn.data.augment import Augmenter
 from vision_attn.data.base import SplitData
 from vision_attn.data.coco import read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, image_paths, report_bad
-from vision_attn.data.coco_table import CocoTable, choose_categories, fit_boxes, match_categories
+from vision_attn.data.coco_table import CocoTable, choose_categories, drop_unchosen, fit_boxes, match_categories
 from vision_attn.data.config import AugmentConfig
 from vision_attn.data.detection_augment import DetectionAugmentConfig, ViewMaker, jitter_in_pieces
 from vision_attn.data.detection_layouts import LAYOUTS, check_value, choose_resize
@@ -24,7 +24,7 @@ from vision_attn.data.detection_loader import DetectionEvalLoader, DetectionTrai
 from vision_attn.data.detection_sets import Boxes, DetectionSet, make_targets
 from vision_attn.data.detection_subsets import subset_rows, without_overlap
 from vision_attn.data.digit_scenes import prepare_scenes, scenes_folder
-from vision_attn.data.findings import Findings
+from vision_attn.data.findings import Findings, short_names
 from vision_attn.data.pixels import DecodedImages, UnreadableImages, where_pixels_fit
 from vision_attn.data.randomness import Stream, uniforms
 from vision_attn.data.sources import Split, data_root
@@ -66,8 +66,9 @@ class DetectionData(SplitData):
         fraction: share of the training images to use; nested: a smaller share is part of a larger one of the same seed.
         max_images: most training images to use, chosen in the same way.
         eval_max_images: most images of each evaluation split, chosen in the same way.
-        categories: names, or ids, of the only classes to use. Training keeps the images that show one of them,
-            evaluation all images, because a false alarm on another image counts.
+        categories: names of the only classes to use, as the training file has them; or ids, where no name is a number.
+            Training keeps the images that show one of them, evaluation all images, because a false alarm on another
+            image counts.
         augment: what is done to training images.
         num_workers: processes that read and augment.
         seed: of order, augmentation and subsets.
@@ -163,6 +164,7 @@ class DetectionData(SplitData):
         self._images = {"train": train_images, "val": val_images, "test": test_images}
         self.findings: list[Any] = []
         self._tables: dict[str, CocoTable | None] = {}
+        self._listed: dict[int, str] = {}  # the categories of the training file, before the choice
         self._splits: dict[str, DetectionSet | None] = {}
         self.labels, self.category_ids = self._classes()
         self.num_classes: int = len(self.labels)
@@ -223,11 +225,15 @@ class DetectionData(SplitData):
                 raise UserError(f"There is no folder {self.root} with the set {self.name!r}: set data.root.")
             findings = Findings()
             table = read_coco(path, findings)
-            if self.categories is not None:
-                table = choose_categories(table, self.categories)
-            if split != "train":
+            if split == "train":
+                self._listed = dict(zip(table.category_ids, table.names, strict=True))
+                if self.categories is not None:
+                    table = choose_categories(table, self.categories)
+            else:
                 reference = self.table("train")
                 assert reference is not None
+                if self.categories is not None:
+                    table = drop_unchosen(table, reference, self._listed)
                 table = match_categories(table, reference)
             self._note(findings)
             self._tables[split] = table
@@ -277,13 +283,13 @@ class DetectionData(SplitData):
             seed=self.seed,
             only_with_boxes=name == "train" and self.categories is not None,
         )
-        table = table.take(index)
+        whole, table = table, table.take(index)
         findings = Findings()
         folder, training = self.image_folder(name), name == "train"
         decoded = DecodedImages.of(table.sizes, self.maker, training, self.memory_limit)
         look = functools.partial(self._verifier.look, images=folder, keep=None if decoded is None else decoded.keep)
         table, paths, sizes, rows = compare_with_files(
-            table, folder, findings, skip_bad=self.skip_bad_images, look=look
+            table, folder, findings, skip_bad=self.skip_bad_images, look=look, whole=whole
         )
         index = index[rows]
         if training:
@@ -311,14 +317,14 @@ class DetectionData(SplitData):
 
     def _without_overlap(self, table: CocoTable, paths: list[str], findings: Findings) -> np.ndarray:
         """The rows of the training images that may be trained on."""
-        shared = {}
-        for split in _SPLITS[1:] if self.name != "digit_scenes" else ():
-            other = self.table(split)
-            if other is not None:
-                folder = self.image_folder(split)
-                shared[other.path.name] = self._verifier.shared(
-                    (paths, self.image_folder("train")), (image_paths(other, folder), folder)
-                )
+        splits = _SPLITS[1:] if self.name != "digit_scenes" else ()
+        others = [(split, other) for split in splits if (other := self.table(split)) is not None]
+        names = short_names([table.path, *(other.path for _, other in others)])[1:]
+        shared = []
+        for name, (split, other) in zip(names, others, strict=True):
+            folder = self.image_folder(split)
+            pairs = self._verifier.shared((paths, self.image_folder("train")), (image_paths(other, folder), folder))
+            shared.append((name, pairs))
         return without_overlap(table, shared, self.overlap, findings)
 
     def _required(self, name: Split) -> DetectionSet:

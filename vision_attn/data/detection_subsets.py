@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def subset_rows(
 
 def without_overlap(
     table: CocoTable,
-    others: Mapping[str, Sequence[tuple[int, int]]],
+    others: Sequence[tuple[str, Sequence[tuple[int, int]]]],
     overlap: str,
     findings: Findings,
 ) -> np.ndarray:
@@ -48,7 +48,7 @@ def without_overlap(
 
     Args:
         table: of the training images.
-        others: by the name of the annotation file of each evaluation split, the pairs of rows (training, evaluation)
+        others: of each evaluation split what to call its annotation file, and the pairs of rows (training, evaluation)
             that show the same.
         overlap: ``error``, ``drop`` or ``allow``, see :class:`DetectionData`.
         findings: takes note.
@@ -57,7 +57,7 @@ def without_overlap(
         UserError: evaluation images are in training too, and ``overlap`` is ``error``; or all of them are.
     """
     rows = np.arange(len(table))
-    for name, pairs in others.items():
+    for name, pairs in others:
         shared = sorted({row for row, _ in pairs})
         ids = table.image_ids[shared].tolist()
         kind = f"training images that are in {name} too, by content"

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vision_attn.errors import UserError
 
 SHOWN = 5  # ids in a printed line; all of them are kept
+
+
+def short_names(paths: Sequence[str | Path]) -> list[str]:
+    """Files without the folder that all of them share: ``val.json``, or ``valid/_annotations.coco.json``.
+
+    The bare name would not do: some exporters give the files of all splits the same one.
+    """
+    full = [os.path.abspath(path) for path in paths]
+    shared = os.path.commonpath([os.path.dirname(path) for path in full])
+    return [os.path.relpath(path, shared) for path in full]
 
 
 @dataclass
