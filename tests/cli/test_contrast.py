@@ -93,6 +93,10 @@ def test_every_key_of_a_recipe_is_an_option(recipe, tmp_path):
         ("--jobs 0", "--jobs must be 1 or more"),
         ("--quik", "--quik needs a value"),
         ("--models.cnn null", "models"),
+        ("--sizes [0.02,0.1,0.1000000001]", r"sizes: 0\.1 and 0\.1000000001 of 1257 training images are the same 126"),
+        ("--learning_rates [0.1,0.1000000001]", r"learning_rates: 0\.1 and 0\.1000000001 would share the folder"),
+        ("--optimizer.lr 0.1", r"optimizer\.lr is 0\.1, which no training would use"),
+        ("--rule.alpha .nan", r"rule\.alpha is nan: expected"),
     ],
 )
 def test_a_wrong_argument_is_one_message(recipe, tmp_path, capsys, words, message):
@@ -202,6 +206,12 @@ def test_quick_is_a_whole_study_with_its_report(recipe, tmp_path, capsys):
     tree = json.loads((tmp_path / "out" / "contrast.json").read_text())
     assert {(e["size"], e["arm"], e["noise"]) for e in tree["estimates"]} == {(0.05, "none", 0), (0.1, "none", 0)}
     assert "--quick" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_quick_takes_any_first_arm(recipe, capsys):
+    words = ["contrast", "--config", str(recipe), "--arms", "[flip_crop, none]", "--noise.levels", "[0.4]"]
+    assert main([*words, "--quick", "--dry_run"]) == 0
+    assert "flip_crop" in capsys.readouterr().out
 
 
 def folder_of_images(root):

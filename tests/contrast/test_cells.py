@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from vision_attn.contrast.cells import plan_cells, plan_trials, shows_looks
-from vision_attn.contrast.config import ModelChoice
+from vision_attn.contrast.config import Arm, ModelChoice, NoiseChoice
 from vision_attn.contrast.results import TRIAL_SEED
+from vision_attn.errors import UserError
 
 TWO = {"a b": ModelChoice("resnet8_cifar"), "c": ModelChoice("resnet20_cifar")}
 
@@ -37,3 +40,26 @@ def test_every_model_and_size_gets_the_same_trials(tiny):
 def test_fractions_of_a_percent_in_names(tiny):
     cells = plan_cells(tiny(sizes=[0.005, 0.1]), 10000, {})
     assert cells[0].id == "vit-0.5pct-none-n0-s0"
+
+
+ONE = ModelChoice("resnet8_cifar")
+CLOSE = 0.1 + 1e-10
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"models": {"vit small": ONE, "vit_small": ONE}}, "models: 'vit small' and 'vit_small'"),
+        ({"models": {"vit/small": ONE, "vit:small": ONE}}, "models: 'vit/small' and 'vit:small'"),
+        ({"sizes": [0.1, CLOSE]}, f"sizes: 0.1 and {CLOSE!r}"),
+        ({"learning_rates": [0.1, CLOSE]}, f"learning_rates: 0.1 and {CLOSE!r}"),
+        ({"arms": ["a b", "a_b"], "arm_settings": {"a b": Arm(), "a_b": Arm()}}, "arms: 'a b' and 'a_b'"),
+        ({"noise": NoiseChoice(levels=[0.1, CLOSE], sizes=[0.1], seeds=1)}, f"noise.levels: 0.1 and {CLOSE!r}"),
+    ],
+)
+def test_trainings_that_would_share_a_folder_are_refused_by_name(tiny, changes, named):
+    noise = {} if "noise" in changes else {"noise": NoiseChoice(levels=[])}
+    config = tiny(**{**noise, **changes})
+    with pytest.raises(UserError, match="would share the folder") as caught:
+        _ = [*plan_trials(config, 10**9), *plan_cells(config, 10**9, {})]
+    assert str(caught.value).startswith(named)

@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 import yaml
 
+from vision_attn.attention.config import AttentionConfig
 from vision_attn.cli.contrast import configuration
 from vision_attn.contrast.config import ARMS, Arm, ContrastConfig, DataChoice, ModelChoice, NoiseChoice
 from vision_attn.data.config import AugmentConfig
 from vision_attn.errors import UserError
 from vision_attn.training.optimizers import OptimizerConfig
 
+INF, NAN = float("inf"), float("nan")
 TWO = {"a": ModelChoice("resnet8_cifar"), "b": ModelChoice("resnet20_cifar")}
 
 
@@ -58,11 +60,103 @@ def test_the_arms():
         ({"learning_rates": [1e-3, 1e-3]}, "different numbers"),
         ({"models": {**TWO, "b": ModelChoice("resnet8_cifar", learning_rates=[0.1])}}, "same number of trials"),
         ({"precision": "16-true"}, "precision"),
+        ({"learning_rates": [1e-3, INF]}, r"learning_rates is \[0\.001, inf\]: expected one or more positive"),
+        ({"learning_rates": [1e-3, NAN]}, "learning_rates"),
+        ({"learning_rates": [1e-3, 0.0]}, "learning_rates"),
+        (
+            {"models": {m: dataclasses.replace(TWO[m], learning_rates=[-0.1]) for m in TWO}},
+            r"models\.a\.learning_rates is \[-0\.1\]",
+        ),
+        ({"sizes": [0.1, NAN]}, "sizes"),
+        ({"match": INF}, "match"),
+        ({"match": NAN}, "match"),
+        ({"small_size": 0.0}, "small_size is 0.0: expected a share"),
+        ({"small_size": 1.5}, "small_size"),
+        ({"small_size": NAN}, "small_size"),
+        ({"device": "gpu"}, "device is 'gpu': expected auto, cpu or cuda"),
+        ({"device": "cuda:x"}, "device"),
+        ({"device": ""}, "device"),
+        ({"seeds": 1001}, "seeds is 1001: expected 1 to 1000"),
+        ({"small_seeds": 1001}, "small_seeds"),
+        ({"arm_settings": {"mild": Arm(label_smoothing=1.0)}}, r"arm_settings\.mild\.label_smoothing is 1\.0"),
+        ({"arm_settings": {"mild": Arm(label_smoothing=-0.1)}}, "label_smoothing"),
+        ({"arm_settings": {"mild": Arm(label_smoothing=NAN)}}, "label_smoothing"),
+        ({"arm_settings": {"mild": Arm(weight_decay=-0.1)}}, r"arm_settings\.mild\.weight_decay is -0\.1"),
+        ({"arm_settings": {"mild": Arm(weight_decay=INF)}}, "weight_decay"),
+        ({"models": {**TWO, "b": ModelChoice("resnet8_cifar", {"rates": [0.1, NAN]})}}, r"models\.b\.args\.rates\[1\]"),
+        ({"noise": NoiseChoice(levels=[0.2, NAN])}, "noise.levels"),
+        ({"noise": NoiseChoice(levels=[0.2, 0.2])}, "noise.levels"),
+        ({"noise": NoiseChoice(seeds=0)}, "noise.seeds is 0: expected 1 to 1000"),
+        ({"noise": NoiseChoice(seeds=-2)}, "noise.seeds"),
+        ({"noise": NoiseChoice(seeds=1001)}, "noise.seeds"),
+        ({"noise": NoiseChoice(arms=[])}, "noise.arms"),
+        ({"noise": NoiseChoice(arms=["none", "none"])}, "noise.arms"),
+        ({"noise": NoiseChoice(sizes=[1.0, 1.0])}, "noise.sizes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         ContrastConfig(**{"models": TWO, **changes})
+
+
+def test_the_edges_of_what_is_allowed():
+    for changes in (
+        {"small_size": 1.0, "device": "cuda:1", "seeds": 1000, "match": 0},
+        {"arm_settings": {"mild": Arm(label_smoothing=0.99, weight_decay=0.0)}},
+        {"models": {**TWO, "b": ModelChoice("vit", attention=AttentionConfig())}},
+    ):
+        ContrastConfig(**{"models": TWO, **changes})
+
+
+@pytest.mark.parametrize("levels", [[], [0.0]])
+def test_without_wrong_labels_the_rest_of_their_arm_is_not_looked_at(levels):
+    noise = NoiseChoice(levels=levels, sizes=[0.3], arms=["none"], seeds=0)
+    config = ContrastConfig(models=TWO, arms=["flip_crop"], noise=noise)
+    assert config.noise == noise
+    with pytest.raises(UserError, match=r"noise\.sizes"):
+        dataclasses.replace(config, noise=dataclasses.replace(noise, levels=[0.1]))
+
+
+@pytest.mark.parametrize("where", ["optimizer", "models.b.optimizer"])
+def test_what_no_training_would_use_of_an_optimizer_is_refused(where):
+    def study(**settings):
+        chosen = OptimizerConfig("sgd", **settings)
+        if where == "optimizer":
+            return ContrastConfig(models=TWO, optimizer=chosen)
+        return ContrastConfig(models={**TWO, "b": dataclasses.replace(TWO["b"], optimizer=chosen)})
+
+    with pytest.raises(UserError, match=rf"^{where}\.lr is 0\.01.*learning_rates"):
+        study(lr=0.01)
+    with pytest.raises(UserError, match=rf"^{where}\.weight_decay is 0\.1.*arm_settings\.NAME\.weight_decay"):
+        study(weight_decay=0.1)
+    study(momentum=0.8, warmup=0.1)
+    config = study(lr=0.02, min_lr=0.01)  # such a floor could not be had otherwise
+    assert config.optimizer_of("b", "none", 0.1, (8, 8)).min_lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rule.alpha 2", "rule.alpha is 2"),
+        ("--rule.fits 0", "rule.fits is 0"),
+        ("--rule.turned=-0.1", "rule.turned is -0.1"),
+        ("--rule.informative .nan", "rule.informative is nan"),
+        ("--optimizer.lr 0.01", "optimizer.lr is 0.01"),
+        ("--models.b.optimizer.weight_decay 0.2", "models.b.optimizer.weight_decay is 0.2"),
+        ("--arm_settings.mild.label_smoothing 1", "arm_settings.mild.label_smoothing is 1"),
+        ("--noise.seeds 0", "noise.seeds is 0"),
+        ("--models.a.learning_rates [.inf,1,2]", "models.a.learning_rates is"),
+        ("--small_size 2", "small_size is 2"),
+        ("--device gpu", "device is 'gpu'"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(tmp_path, words, message):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(ContrastConfig(models=TWO).tree()))
+    with pytest.raises(UserError) as caught:
+        configuration(["--config", str(path), *words.split()])
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value).splitlines()) <= 2
 
 
 def test_the_hash_changes_with_the_question_not_with_the_place(tiny):
@@ -104,3 +198,7 @@ def test_quick_is_small_and_valid(tiny):
     assert {quick.rates_of(name) == [1e-3, 3e-3] for name in quick.models} == {True}
     assert quick.hash() != config.hash()
     assert tiny(sizes=[0.3], noise=NoiseChoice(levels=[])).quick().sizes == [0.3]
+    other = ContrastConfig(models=TWO, arms=["flip_crop", "none"]).quick()
+    assert (other.arms, other.noise) == (["flip_crop"], NoiseChoice(levels=[], arms=["flip_crop"]))
+    mild = tiny(arm_settings={"mild": Arm()}, arms=["mild"], noise=NoiseChoice(levels=[])).quick()
+    assert mild.arms == ["mild"]

@@ -21,6 +21,8 @@ from vision_attn.contrast.identity import code_hash
 from vision_attn.contrast.report import write_report
 from vision_attn.contrast.summary import summarise
 from vision_attn.contrast.tables import show
+from vision_attn.contrast.verdict import Rule
+from vision_attn.contrast.wording import limits
 
 synthetic = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("synthetic.py"))))
 
@@ -211,6 +213,85 @@ def test_the_protocol_and_every_option_are_printed(written: Path) -> None:
         "small_seeds",
     ):
         assert words in page, words
+
+
+def test_no_option_is_printed_that_no_training_used(tmp_path: Path) -> None:
+    study = synthetic.make_study(tmp_path)
+
+    def names() -> set[str]:
+        return {row[0].text for row in tables.config(study.config).rows}
+
+    own = {**study.config["optimizer"], "name": "sgd"}
+    study.config["models"]["vit"] |= {"optimizer": own, "learning_rates": [0.1]}
+    shown = names()
+    assert {"optimizer.name", "models.vit.optimizer.name", "learning_rates", "models.vit.learning_rates"} <= shown
+    assert not [name for name in shown if name.endswith((".lr", ".weight_decay"))]
+    assert {"optimizer.min_lr", "optimizer.warmup", "eval_images", "rule.alpha"} <= shown
+    study.config["models"]["resnet"] |= {"optimizer": own, "learning_rates": [0.1]}  # then the study's own are not used
+    shown = names()
+    assert not {name for name in shown if name.startswith(("optimizer", "learning_rates"))}
+    assert "models.resnet.optimizer.momentum" in shown
+
+
+def test_the_limits_name_the_images_that_all_seeds_share(tmp_path: Path) -> None:
+    study = synthetic.make_study(tmp_path, sizes=(1.0,), arms=("none",), noises=(0.0,))
+    for eval_images, words in ((50, "the same 50 of 270 validation images"), (2000, "all 270 validation images")):
+        study.config["eval_images"] = eval_images
+        text = " ".join(limits(analyse(study)))
+        assert f"the gaps that the verdicts compare on {words}, the test set whole (270 images)" in text
+        assert "speak of other seeds, not of other validation images" in text
+        assert f"an accuracy has a standard error of up to {50 / min(eval_images, 270) ** 0.5:.1f} points" in text
+    write_report(study, tmp_path)
+    assert "speak of other seeds, not of other validation images" in text_of(tmp_path)
+    del study.config["eval_images"]  # a study of an earlier version
+    assert "on all 270 validation images" in " ".join(limits(analyse(study)))
+
+
+def test_the_limits_name_the_level_of_the_tests(tmp_path: Path) -> None:
+    study = synthetic.make_study(tmp_path)
+    for alpha, shown in ((0.05, "5"), (0.01, "1"), (0.1, "10")):
+        text = " ".join(limits(analyse(study, Rule(alpha=alpha)))).replace("\u00a0", " ")
+        assert f"A single verdict is wrong in at most {shown} % of cases" in text
+        assert f"intervals, p and these {shown} % speak of other seeds" in text
+        assert "intervals are 95 % ones whatever that level is" in text
+
+
+def test_the_table_has_the_bootstrap_beside_the_test(tmp_path: Path) -> None:
+    analysis = analyse(synthetic.make_study(tmp_path, sizes=(0.25, 1.0), arms=("none",), noises=(0.0,)))
+    table = tables.verdicts(analysis)
+    names = [column.name for column in table.columns]
+    styles = {"Δ gap, loss": ("gap_loss", "+.3f"), "Δ gap, accuracy": ("gap_acc", "+points")}
+    styles |= {"Δ rise": ("rise", "+.3f"), "Δ plain gap": ("naive", "+points")}
+    by_place = {(v.arm, f"{v.images:,}"): v for v in analysis.verdicts}
+    for row in table.rows:
+        verdict = by_place[row[names.index("arm")].text, row[names.index("images")].text]
+        for name, (key, style) in styles.items():
+            paired = getattr(verdict, key).paired
+            ends = [show(end, style, unit=False) for end in (paired.low, paired.high) if end is not None]
+            assert row[names.index(name)].below == (f"bootstrap [{', '.join(ends)}]" if ends else "")
+            assert ends or key == "rise"  # no validation loss of this study rises
+    assert "that of the t tests, on which the verdicts rest, and below it the bootstrap" in table.caption
+    write_report(analysis.study, tmp_path)
+    shown = sum(bool(entry.below) for row in table.rows for entry in row)
+    assert text_of(tmp_path).count("<small>bootstrap [") == shown >= 3 * len(table.rows)
+    assert "Verdicts rest on these t tests alone" in text_of(tmp_path)
+
+
+def test_a_model_that_could_not_be_looked_at_is_named(tmp_path: Path) -> None:
+    failed = ("vit-100pct-none-n0-s0", "vit-100pct-full-n0-s0", "resnet-25pct-none-n0-s0")
+    small: dict[str, Any] = {"sizes": (0.25, 1.0), "noises": (0.0,)}
+    study = synthetic.make_study(tmp_path, failed=failed, **small)
+    study.looks = {"resnet": study.looks["resnet"]}
+    words = "vit, whose training vit-100pct-none-n0-s0 failed"
+    (panel,) = figures.reach(analyse(study))
+    assert panel.source.endswith(f"; not shown: {words}")
+    study.looks = {}  # then there is no figure that could say so
+    write_report(study, tmp_path)
+    assert f"“How far the models look” could not be measured for {words}." in text_of(tmp_path)
+    whole = synthetic.make_study(tmp_path, failed=failed[1:], **small)
+    (panel,) = figures.reach(analyse(whole))
+    assert "not shown" not in panel.source
+    assert figures.not_looked_at(analyse(whole)) == []
 
 
 def test_the_settings_of_the_arms_are_in_the_tree(written: Path) -> None:
@@ -472,7 +553,7 @@ def test_numbers_have_one_kind_of_minus(tmp_path: Path) -> None:
     for table in (tables.fits(analyse(study)), tables.verdicts(analyse(study)), tables.results(analyse(study))):
         for row in table.rows:
             for column, entry in zip(table.columns, row, strict=True):
-                assert not column.number or "-" not in entry.text + entry.range
+                assert not column.number or "-" not in entry.text + entry.range + entry.below
 
 
 def test_two_cnns_are_not_held_against_numbers_of_a_vit(tmp_path: Path) -> None:

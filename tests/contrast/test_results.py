@@ -12,6 +12,7 @@ from vision_attn.contrast.results import (
     Cell,
     Result,
     choose_rates,
+    ended_at,
     load_study,
     rate_table,
     read_looks,
@@ -100,6 +101,30 @@ def test_a_broken_cell_is_named_and_left_alone(written, name, content):
     with pytest.raises(UserError, match=rf"{CELL.id}.*Remove the folder"):
         read_result(written, CELL, HASHES)
     assert {p: p.read_bytes() for p in written.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["", CELL.id])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
+    folder = tmp_path / "cells"
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("years of work")
+    with pytest.raises(UserError, match=r"is a file where a folder of trainings belongs: remove it") as caught:
+        read_result(folder, CELL, HASHES)
+    assert str(caught.value).startswith(str(path))
+    assert path.read_text() == "years of work"
+
+
+def test_how_a_cell_ended_is_known_whatever_its_rate_is_now(written):
+    now = dataclasses.replace(CELL, lr=0.1)
+    assert ended_at(written, now, HASHES) == ("done", CELL.lr)
+    write_result(written, Result(CELL, "failed", "NaN at once"), HASHES)
+    assert ended_at(written, now, HASHES) == ("failed", CELL.lr)
+    assert ended_at(written, dataclasses.replace(CELL, steps=41), HASHES) is None
+    assert ended_at(written, CELL, {**HASHES, "version": "9"}) is None
+    assert ended_at(written, dataclasses.replace(CELL, id="other"), HASHES) is None
+    (written / CELL.id / "result.json").write_text("{")
+    assert ended_at(written, CELL, HASHES) is None  # read_result says what is wrong
 
 
 def test_what_a_finished_cell_lacks_is_named(written):

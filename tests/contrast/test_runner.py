@@ -10,8 +10,9 @@ import pytest
 from vision_attn.contrast import runner, training
 from vision_attn.contrast.config import DataChoice
 from vision_attn.contrast.report import write_report
-from vision_attn.contrast.results import load_study
+from vision_attn.contrast.results import CURVE, TRIAL_SEED, Result, load_study
 from vision_attn.contrast.runner import claimed, make_plan, open_folder, other_code, run_study
+from vision_attn.contrast.training import Outcome
 from vision_attn.errors import UserError
 
 
@@ -203,6 +204,111 @@ def test_trials_are_run_again_only_where_none_worked(tiny, here, tmp_path):
     again = here(plan)
     run_study(plan, tmp_path / "study", again, retry_failed=True)
     assert again.ran == []
+
+
+VALUES = ("train_acc", "train_loss", "val_acc", "val_loss", "turn_step", "turn_loss", "turn_rise")
+VALUES += ("test_acc", "test_loss", "gap_acc", "gap_loss", "ece")
+
+
+class Pretended:
+    """Trains nothing: the higher the rate, the better; cells of which ``fails`` is true fail."""
+
+    def __init__(self, fails=lambda cell: False, stop_after=None):
+        self.fails, self.stop_after, self.ran = fails, stop_after, []
+
+    def run(self, cells, started):
+        for cell in cells:
+            started(cell)
+            if len(self.ran) == self.stop_after:
+                raise KeyboardInterrupt
+            self.ran.append(cell.id)
+            values = {**dict.fromkeys(VALUES, 0.5), "val_acc": cell.lr}
+            good = Result(cell, "done", "", values, [dict.fromkeys(CURVE, 1.0)])
+            yield cell, Outcome(Result(cell, "failed", "no luck") if self.fails(cell) else good)
+
+
+def of_cnn(cell):
+    return (cell.model, cell.size) == ("cnn", 0.1)
+
+
+@pytest.fixture
+def unlucky(plan, tmp_path):
+    """A study in which every trial and cell of one model and size failed."""
+    folder = tmp_path / "study"
+    open_folder(folder, plan, "", "")
+    study = run_study(plan, folder, Pretended(of_cnn))
+    assert {result.cell.lr for result in study.results if not result.done} == {1e-3}  # the lowest, as none worked
+    assert sum(not result.done for result in study.results) == sum(map(of_cnn, plan.cells)) > 1
+    return folder
+
+
+def check_lucky(plan, study):
+    assert [result.status for result in study.results] == ["done"] * len(plan.cells)
+    assert {cell.lr for cell in study.cells} == {1e-2}
+    again = Pretended()
+    assert run_study(plan, study.folder, again) == study
+    assert again.ran == []
+
+
+def test_another_rate_may_win_when_failed_trials_are_run_again(plan, unlucky):
+    again = Pretended()
+    study = run_study(plan, unlucky, again, retry_failed=True)
+    assert set(again.ran) == {cell.id for cell in (*plan.trials, *plan.cells) if of_cnn(cell)}
+    check_lucky(plan, study)
+
+
+@pytest.mark.parametrize("retry_failed", [True, False])
+@pytest.mark.parametrize("after", range(5))
+def test_running_failed_cells_again_may_be_interrupted(plan, unlucky, after, retry_failed):
+    with pytest.raises(KeyboardInterrupt):
+        run_study(plan, unlucky, Pretended(stop_after=after), retry_failed=True)
+    load_study(unlucky)  # nothing contradicts study.json
+    study = run_study(plan, unlucky, Pretended(), retry_failed=retry_failed)
+    if retry_failed or after:
+        check_lucky(plan, study)
+    else:  # the trial at the same rate as before was begun anew: nothing asks for its failed cells again
+        assert {result.status for result in study.results} == {"done", "failed"}
+
+
+def test_the_rate_of_cells_that_are_done_is_kept(plan, tmp_path):
+    folder = tmp_path / "study"
+    open_folder(folder, plan, "", "")
+
+    def partly(cell):
+        return of_cnn(cell) and (cell.seed == TRIAL_SEED or cell.arm == "flip_crop")
+
+    run_study(plan, folder, Pretended(partly))
+    again = Pretended()
+    study = run_study(plan, folder, again, retry_failed=True)
+    assert again.ran == [cell.id for cell in plan.cells if partly(cell)]  # and no trial
+    assert [result.status for result in study.results] == ["done"] * len(plan.cells)
+    assert {cell.lr for cell in study.cells if of_cnn(cell)} == {1e-3}
+
+
+def test_a_broken_cell_is_found_before_failed_ones_are_dropped(plan, unlucky):
+    broken = unlucky / "cells" / plan.cells[0].id
+    (broken / "result.json").write_text("{")
+    before = {path: data for path, data in snapshot(unlucky).items() if "trials" not in path.parts}
+    with pytest.raises(UserError, match="Remove the folder"):
+        run_study(plan, unlucky, Pretended(), retry_failed=True)
+    assert {path: data for path, data in snapshot(unlucky).items() if "trials" not in path.parts} == before
+    for path in broken.iterdir():
+        path.unlink()
+    broken.rmdir()
+    check_lucky(plan, run_study(plan, unlucky, Pretended(), retry_failed=True))
+
+
+@pytest.mark.parametrize("name", ["cells", "trials"])
+def test_a_file_in_the_place_of_a_cell_stops_the_study(plan, tmp_path, name):
+    folder = tmp_path / "study"
+    open_folder(folder, plan, "", "")
+    cell = (plan.cells if name == "cells" else plan.trials)[1]
+    (folder / name).mkdir()
+    (folder / name / cell.id).write_text("")
+    with pytest.raises(UserError, match=rf"{cell.id} is a file"):
+        run_study(plan, folder, Pretended())
+    (folder / name / cell.id).unlink()
+    run_study(plan, folder, Pretended())
 
 
 def test_a_study_is_run_by_one_process_at_a_time(tmp_path):

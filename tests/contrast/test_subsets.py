@@ -81,6 +81,18 @@ def test_a_subset_without_some_class_is_refused_with_the_smallest_that_has_all(t
         check_subsets(tiny(noise=NoiseChoice(levels=[0.01], sizes=[0.02])), plan.data)
 
 
+@pytest.mark.parametrize("sizes", [[0.05, 0.0501], [0.0501, 0.05], [0.05, 0.2, 0.2 + 1e-10], [0.9999, 1.0]])
+def test_two_sizes_of_the_same_images_are_refused_by_name(tiny, plan, sizes):
+    config = tiny(sizes=sizes, noise=NoiseChoice(levels=[]))
+    with pytest.raises(UserError, match="of 1257 training images are the same") as caught:
+        check_subsets(config, plan.data)
+    assert f"sizes: {sorted(sizes)[-2]!r} and {sorted(sizes)[-1]!r} of" in str(caught.value)
+
+
+def test_labels_that_are_all_right_need_no_images_to_be_wrong(tiny, plan):
+    check_subsets(tiny(sizes=[0.05], noise=NoiseChoice(levels=[0.0], sizes=[0.0001])), plan.data)
+
+
 def test_a_data_set_without_a_split_is_refused(tmp_path):
     for split, count in (("train", 20), ("val", 4)):
         for number in range(count):

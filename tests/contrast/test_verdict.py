@@ -14,6 +14,7 @@ import pytest
 
 from vision_attn.contrast.results import Result
 from vision_attn.contrast.verdict import BOTH_UNDERFIT, INCONCLUSIVE, LESS, MORE, Rule, judge, judge_all
+from vision_attn.errors import UserError
 
 synthetic = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("synthetic.py"))))
 
@@ -85,6 +86,7 @@ def test_both_underfit() -> None:
     verdict = judge(side("a", 0.3, depth=1.0), side("b", 0.1, depth=0.9), 10)
     assert verdict.outcome == BOTH_UNDERFIT
     assert "36.8%" in verdict.reason
+    assert "no model's validation loss ended, on average over seeds, more than 5% above" in verdict.reason
     assert verdict.gap_loss is not None  # measured all the same
 
 
@@ -137,6 +139,25 @@ def test_thresholds_can_be_changed() -> None:
     ours, theirs = side("a", 0.3, depth=1.0), side("b", 0.1, depth=0.9)
     assert judge(ours, theirs, 10, Rule(fits=0.3)).outcome == MORE
     assert judge(ours, theirs, 10, Rule(fits=0.3, informative=0.2)).outcome == INCONCLUSIVE
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -0.1, 0.0, 1.0, 1.1])
+@pytest.mark.parametrize("name", ["alpha", "fits", "turned", "informative"])
+def test_thresholds_that_mean_nothing_are_refused(name: str, bad: float) -> None:
+    allowed = {"alpha": (), "fits": (1.0,), "turned": (0.0, 1.0, 1.1), "informative": (1.0,)}
+    if bad in allowed[name]:
+        assert getattr(Rule(**{name: bad}), name) == bad
+        return
+    with pytest.raises(UserError, match=rf"^rule\.{name} is {bad}: expected"):
+        Rule(**{name: bad})
+
+
+def test_both_underfit_is_decided_by_the_mean_over_seeds_and_says_so() -> None:
+    ours, theirs = side("a", 0.3, depth=1.0), side("b", 0.1, depth=0.9)
+    ours[0].values |= {"turn_rise": 0.12, "turn_loss": 1.0}  # 12 % in one of three: 4 % on average
+    verdict = judge(ours, theirs, 10)
+    assert verdict.outcome == BOTH_UNDERFIT
+    assert "on average over seeds" in verdict.reason
 
 
 def test_p_of_the_study_allows_for_all_tests() -> None:

@@ -8,6 +8,9 @@ import re
 from vision_attn.contrast.config import ContrastConfig
 from vision_attn.contrast.results import TRIAL_SEED, Cell
 from vision_attn.contrast.subsets import subset_count
+from vision_attn.errors import UserError
+
+_OPTIONS = {"model": "models", "size": "sizes", "arm": "arms", "noise": "noise.levels", "lr": "learning_rates"}
 
 
 def plan_trials(config: ContrastConfig, total: int) -> list[Cell]:
@@ -16,6 +19,9 @@ def plan_trials(config: ContrastConfig, total: int) -> list[Cell]:
     Args:
         config: of the study.
         total: training images.
+
+    Raises:
+        UserError: two of them would be kept in one folder.
     """
     trials = []
     for size in config.sizes:
@@ -23,7 +29,7 @@ def plan_trials(config: ContrastConfig, total: int) -> list[Cell]:
             for lr in config.rates_of(model):
                 cell = _cell(config, total, role, size, config.arms[0], 0.0, TRIAL_SEED, lr)
                 trials.append(dataclasses.replace(cell, id=f"{cell.id}-lr{lr:g}"))
-    return trials
+    return _apart(trials)
 
 
 def plan_cells(config: ContrastConfig, total: int, rates: dict[tuple[str, float], float]) -> list[Cell]:
@@ -33,6 +39,9 @@ def plan_cells(config: ContrastConfig, total: int, rates: dict[tuple[str, float]
         config: of the study.
         total: training images.
         rates: (model, size) -> learning rate; an empty dictionary while none is chosen.
+
+    Raises:
+        UserError: two of them would be kept in one folder.
     """
     kinds = [
         (size, arm, 0.0, seed) for size in config.sizes for arm in config.arms for seed in range(config.seeds_at(size))
@@ -45,11 +54,13 @@ def plan_cells(config: ContrastConfig, total: int, rates: dict[tuple[str, float]
         if noise > 0
         for seed in range(config.noise.seeds)
     ]
-    return [
-        _cell(config, total, role, size, arm, noise, seed, rates.get((model, size), 0.0))
-        for size, arm, noise, seed in kinds
-        for role, model in enumerate(config.models)
-    ]
+    return _apart(
+        [
+            _cell(config, total, role, size, arm, noise, seed, rates.get((model, size), 0.0))
+            for size, arm, noise, seed in kinds
+            for role, model in enumerate(config.models)
+        ]
+    )
 
 
 def shows_looks(config: ContrastConfig, cell: Cell) -> bool:
@@ -75,6 +86,18 @@ def _cell(
         lr=lr,
         steps=config.steps_at(size),
     )
+
+
+def _apart(cells: list[Cell]) -> list[Cell]:
+    """Refuse cells of one id: names and numbers are shortened in it, so different ones may look the same."""
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        other = first.setdefault(cell.id, cell)
+        if other is not cell:
+            pairs = {option: (getattr(other, key), getattr(cell, key)) for key, option in _OPTIONS.items()}
+            words = [f"{option}: {a!r} and {b!r}" for option, (a, b) in pairs.items() if a != b]
+            raise UserError(f"{'; '.join(words)} would share the folder {cell.id}: change or leave out one of them.")
+    return cells
 
 
 def _slug(name: str) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vision_attn.attention.config import AttentionConfig
+from vision_attn.contrast.results import TRIAL_SEED
 from vision_attn.contrast.verdict import Rule
 from vision_attn.data.config import AugmentConfig
 from vision_attn.errors import UserError, closest
@@ -50,8 +53,8 @@ class ModelChoice:
         name: of the zoo, or a CNN of timm.
         args: further keywords of the model.
         attention: the attention mechanism, in place of the model's own.
-        optimizer: in place of the study's, e.g. SGD for a CNN. Its ``lr`` is not used, and its ``weight_decay`` is
-            the arm's.
+        optimizer: in place of the study's, e.g. SGD for a CNN. Its ``lr`` and ``weight_decay`` must be left alone, as
+            those of the study's.
         learning_rates: tried for this model in place of the study's; as many as for the others.
     """
 
@@ -83,9 +86,9 @@ class NoiseChoice:
 
     Attributes:
         levels: shares of the labels, 0 ... 1; an empty list leaves the arm out. 0 is the plain study.
-        sizes: at which sizes; None for the largest.
+        sizes: at which sizes; None for the largest. This and the rest is not looked at without a level above 0.
         arms: under which regularisation.
-        seeds: how many.
+        seeds: how many, at most 1000.
     """
 
     levels: list[float] = field(default_factory=lambda: [0.2, 0.4])
@@ -107,12 +110,13 @@ class ContrastConfig:
             mirrors, and crops after padding by an eighth of the side; ``full`` adds RandAugment, erasing, mixup or
             CutMix, label smoothing 0.1 and weight decay 0.05.
         noise: the label-noise arm.
-        seeds: trainings of each kind; seed s is paired: all models get the same images, labels and order.
+        seeds: trainings of each kind, at most 1000; seed s is paired: all models get the same images, labels and order.
         small_seeds: the same for subsets up to ``small_size``.
         small_size: share of the training images.
         steps: optimizer steps of every training, or one number for each of ``sizes``.
         batch_size: images per step; all of a subset that is smaller.
-        optimizer: of all models that have none of their own.
+        optimizer: of all models that have none of their own. Its ``lr`` and ``weight_decay`` must be left alone: rates
+            are ``learning_rates``, and the weight decay is the arm's.
         learning_rates: tried for every model and size, once each, with a seed of its own, under the first arm; the
             one with the highest validation accuracy after the last step is taken, for all arms and for label noise.
         evaluations: along the trajectory, closer together at the beginning.
@@ -122,7 +126,7 @@ class ContrastConfig:
         match: largest difference in parameters, and in multiply-accumulates, between the models: 0.25 allows a quarter
             more. False compares unequal models, and the report says so.
         threads: CPU threads of each training, whatever ``--jobs`` says: more or fewer would round differently.
-        device: ``auto``, ``cpu``, ``cuda``.
+        device: ``auto``, ``cpu``, ``cuda``, or one of several GPUs, e.g. ``cuda:1``.
         precision: ``32-true``, or ``bf16-mixed``; the measures are always computed from float32 logits.
         rule: thresholds by which verdicts are given.
     """
@@ -155,12 +159,20 @@ class ContrastConfig:
             UserError: naming the option.
         """
         self._check_models()
+        self._check_optimizers()
         self._check_grid()
-        for name in ("seeds", "small_seeds", "batch_size", "evaluations", "eval_images", "threads"):
+        self._check_noise()
+        for name in ("seeds", "small_seeds"):
+            _check_seeds(name, getattr(self, name))
+        for name in ("batch_size", "evaluations", "eval_images", "threads"):
             _demand(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _demand(0 < self.small_size <= 1, "small_size", self.small_size, "a share above 0, at most 1")
         fine = self.match is False or (not isinstance(self.match, bool) and self.match >= 0)
         _demand(fine, "match", self.match, "a share such as 0.25, or false")
+        _demand(bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)), "device", self.device, "auto, cpu or cuda")
         _demand(self.precision in ("32-true", "bf16-mixed"), "precision", self.precision, "32-true or bf16-mixed")
+        for name, value in _not_finite(self.tree()):  # study.json could not hold it
+            _demand(False, name, value, "a finite number")
 
     def _check_models(self) -> None:
         if len(self.models) < 2:
@@ -170,26 +182,58 @@ class ContrastConfig:
             raise UserError("learning_rates: every model must be given the same number of trials to be fair.")
         for name in self.models:
             rates = self.rates_of(name)
-            _demand(bool(rates) and min(rates) > 0, "learning_rates", rates, "one or more positive numbers")
-            _demand(len(set(rates)) == len(rates), "learning_rates", rates, "different numbers")
+            where = "learning_rates" if self.models[name].learning_rates is None else f"models.{name}.learning_rates"
+            fine = bool(rates) and all(math.isfinite(rate) and rate > 0 for rate in rates)
+            _demand(fine, where, rates, "one or more positive numbers")
+            _demand(_distinct(rates), where, rates, "different numbers")
+
+    def _check_optimizers(self) -> None:
+        """What no training would use must not look as if it did."""
+        default = OptimizerConfig()
+        own = {f"models.{name}.optimizer": choice.optimizer for name, choice in self.models.items()}
+        for where, chosen in {"optimizer": self.optimizer, **own}.items():
+            if chosen is None:
+                continue
+            # a floor above the default rate cannot be had without a higher lr
+            if chosen.lr != default.lr and chosen.min_lr <= default.lr:
+                raise UserError(
+                    f"{where}.lr is {chosen.lr:g}, which no training would use: give the rates to be tried as "
+                    "learning_rates, or as models.NAME.learning_rates."
+                )
+            if chosen.weight_decay != default.weight_decay:
+                raise UserError(
+                    f"{where}.weight_decay is {chosen.weight_decay:g}, which no training would use: weight decay "
+                    "belongs to an arm, arm_settings.NAME.weight_decay."
+                )
 
     def _check_grid(self) -> None:
-        for name, sizes in (("sizes", self.sizes), ("noise.sizes", self.noise.sizes)):
-            if sizes is not None:
-                _demand(bool(sizes) and min(sizes) > 0 and max(sizes) <= 1, name, sizes, "shares above 0, at most 1")
-                _demand(len(set(sizes)) == len(sizes), name, sizes, "different shares")
+        _check_sizes("sizes", self.sizes)
         self.sizes = sorted(self.sizes)
-        _demand(set(self.noise_sizes) <= set(self.sizes), "noise.sizes", self.noise.sizes, f"some of {self.sizes}")
-        _demand(all(0 <= x < 1 for x in self.noise.levels), "noise.levels", self.noise.levels, "shares below 1")
-        _demand(set(self.noise.arms) <= set(self.arms), "noise.arms", self.noise.arms, f"some of {self.arms}")
-        _demand(bool(self.arms) and len(set(self.arms)) == len(self.arms), "arms", self.arms, "different names")
+        _demand(bool(self.arms) and _distinct(self.arms), "arms", self.arms, "different names")
         for arm in self.arms:
             if arm not in self.arm_settings and arm not in ARMS:
                 known = [*ARMS, *self.arm_settings]
                 raise UserError(f"arms: no arm {arm!r}.{closest(arm, known)} There are: {', '.join(known)}.")
+        for name, settings in self.arm_settings.items():
+            smoothing, decay = settings.label_smoothing, settings.weight_decay
+            _demand(0 <= smoothing < 1, f"arm_settings.{name}.label_smoothing", smoothing, "a share below 1")
+            _demand(0 <= decay < math.inf, f"arm_settings.{name}.weight_decay", decay, "0 or more")
         if isinstance(self.steps, list):
             _demand(len(self.steps) == len(self.sizes), "steps", self.steps, f"{len(self.sizes)} numbers, as sizes")
         _demand(min(self.steps_at(size) for size in self.sizes) >= 1, "steps", self.steps, "at least 1")
+
+    def _check_noise(self) -> None:
+        noise = self.noise
+        fine = all(0 <= level < 1 for level in noise.levels) and _distinct(noise.levels)
+        _demand(fine, "noise.levels", noise.levels, "different shares below 1")
+        if not any(level > 0 for level in noise.levels):
+            return  # the rest of it is not used then
+        if noise.sizes is not None:
+            _check_sizes("noise.sizes", noise.sizes)
+        _demand(set(self.noise_sizes) <= set(self.sizes), "noise.sizes", noise.sizes, f"some of {self.sizes}")
+        fine = bool(noise.arms) and set(noise.arms) <= set(self.arms) and _distinct(noise.arms)
+        _demand(fine, "noise.arms", noise.arms, f"one or more of {self.arms}, each once")
+        _check_seeds("noise.seeds", noise.seeds)
 
     # -- what follows from the fields -----------------------------------------------------------------
 
@@ -240,7 +284,7 @@ class ContrastConfig:
             self,
             sizes=sizes,
             arms=self.arms[:1],
-            noise=NoiseChoice(levels=[]),
+            noise=NoiseChoice(levels=[], arms=self.arms[:1]),
             seeds=min(3, self.seeds),
             small_seeds=min(3, self.small_seeds),
             steps=[min(_QUICK_STEPS, self.steps_at(size)) for size in sizes],
@@ -289,6 +333,32 @@ def _full(padding: int) -> Arm:
 
 
 ARMS = {"none": _none, "flip_crop": _flip_crop, "full": _full}
+
+
+def _check_sizes(name: str, sizes: list[float]) -> None:
+    _demand(bool(sizes) and all(0 < size <= 1 for size in sizes), name, sizes, "shares above 0, at most 1")
+    _demand(_distinct(sizes), name, sizes, "different shares")
+
+
+def _check_seeds(name: str, count: int) -> None:
+    # they count from 0, and TRIAL_SEED is that of the trials
+    _demand(1 <= count <= TRIAL_SEED, name, count, f"1 to {TRIAL_SEED}")
+
+
+def _distinct(values: Sequence[object]) -> bool:
+    return len(set(values)) == len(values)
+
+
+def _not_finite(tree: object, name: str = "") -> Iterator[tuple[str, float]]:
+    """Dotted names of numbers that are infinite or none."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _not_finite(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(tree, list):
+        for i, value in enumerate(tree):
+            yield from _not_finite(value, f"{name}[{i}]")
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        yield name, tree
 
 
 def _demand(fine: bool, name: str, value: object, expected: str) -> None:

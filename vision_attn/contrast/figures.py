@@ -224,9 +224,20 @@ def reach(analysis: Analysis) -> list[Panel]:
         if axis.get_legend_handles_labels()[0]:
             axis.legend(loc="upper left", fontsize=7.5)
 
-    source = f"looks.json: attention_distance, receptive_field.distance; {_looked_at(analysis)}"
+    lacking = "".join(f"; not shown: {words}" for words in not_looked_at(analysis))
+    source = f"looks.json: attention_distance, receptive_field.distance; {_looked_at(analysis)}{lacking}"
     alt = "Mean attention distance per head and layer beside the effective receptive field of each block, in pixels."
     return draw([Sketch("reach", "Mean distance, layer by layer", alt, source, paint)], analysis.study.stamp)
+
+
+def not_looked_at(analysis: Analysis) -> list[str]:
+    """The models that are not shown because the only training of theirs that would have been looked at failed."""
+    place = (0, analysis.sizes[-1], analysis.arms[0], 0)  # see cells.shows_looks
+    return [
+        f"{cell.model}, whose training {cell.id} failed"
+        for cell in (result.cell for result in analysis.failed)
+        if (cell.seed, cell.size, cell.arm, cell.noise) == place and cell.model not in analysis.study.looks
+    ]
 
 
 def _looked_at(analysis: Analysis) -> str:

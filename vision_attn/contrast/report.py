@@ -126,7 +126,7 @@ def render(analysis: Analysis, summary: list[str], groups: list[dict[str, Any]])
         rates=tables.rates(analysis),
         failed=tables.failed(analysis),
         rule=rule_steps(analysis.rule),
-        limits=limits(),
+        limits=limits(analysis),
         protocol=protocol(analysis),
         arms=tables.arms(describe_arms(study.config, study.facts["data"]["img_size"])),
         config=tables.config(study.config),
@@ -160,6 +160,8 @@ def _warnings(analysis: Analysis) -> list[str]:
         warnings.append(f"Not finished: {len(study.missing)} of {len(study.cells)} trainings are still to be run.")
     if analysis.failed:
         warnings.append(f"Trainings that failed and are left out: {len(analysis.failed)}. Their reasons are below.")
+    if unseen := figures.not_looked_at(analysis):
+        warnings.append(f"“How far the models look” could not be measured for {'; nor for '.join(unseen)}.")
     if any(len(group.runs) == 1 for group in analysis.groups):
         warnings.append("Where only one seed ended, no interval can be given, and no verdict.")
     if len(study.codes) > 1:

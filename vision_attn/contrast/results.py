@@ -218,6 +218,9 @@ def read_result(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> Result | 
         UserError: a file is unreadable, or belongs to another cell or study.
     """
     place = folder / cell.id
+    for path in (folder, place):
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a file where a folder of trainings belongs: remove it; nothing was changed.")
     if not (place / "result.json").exists():
         return None
     kept = read_json(place / "cell.json", broken_cell(place))
@@ -236,6 +239,28 @@ def read_result(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> Result | 
         if lacking:
             raise UserError(f"{place / 'result.json'} says done but lacks {', '.join(lacking)}. {broken_cell(place)}")
     return Result(cell, tree["status"], str(tree.get("reason", "")), values, curve, str(tree.get("code", "")))
+
+
+def ended_at(folder: Path, cell: Cell, stamp: Mapping[str, str]) -> tuple[str, float] | None:
+    """``done`` or ``failed``, and the learning rate at which a cell ended so, which need not be the one it has now.
+
+    None for a cell that has not ended, and for whatever :func:`read_result` would refuse for another reason.
+
+    Args:
+        folder: the parent of the cells' folders.
+        cell: which one; its rate does not matter.
+        stamp: what the files must carry.
+    """
+    place = folder / cell.id
+    try:
+        kept, tree = read_json(place / "cell.json", ""), read_json(place / "result.json", "")
+    except UserError:
+        return None
+    lr, status = kept.get("lr"), tree.get("status")
+    same = {key: kept.get(key) for key in CELL_COLUMNS} == {**asdict(cell), "lr": lr}
+    if not same or not isinstance(lr, float) or status not in ("done", "failed"):
+        return None
+    return (status, lr) if all(tree.get(key) == stamp[key] for key in IDENTITY) else None
 
 
 def read_looks(folder: Path, cell: Cell) -> dict[str, Any] | None:

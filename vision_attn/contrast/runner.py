@@ -28,6 +28,7 @@ from vision_attn.contrast.results import (
     Result,
     Study,
     choose_rates,
+    ended_at,
     load_study,
     read_result,
     read_study_json,
@@ -251,19 +252,35 @@ def run_study(
         folder: opened by :func:`open_folder`.
         executor: where cells run.
         note: told of every cell that has ended, and whether it did so now or in an earlier call.
-        retry_failed: run cells that failed once more; trials only where no rate of a model and size worked, because a
-            rate that is chosen otherwise now would not be the one of the cells that are done.
+        retry_failed: run cells that failed once more; trials only where no rate of a model and size worked and none of
+            its cells is done, because a rate that is chosen otherwise now would not be the one of those.
 
     Raises:
         UserError: a cell's folder is broken; the message names it.
     """
     stamp = plan.stamp
-    trials = _run_missing(folder / "trials", plan.trials, executor, stamp, note, _all_failed if retry_failed else _none)
+    before = {cell.id: how for cell in plan.cells if (how := ended_at(folder / "cells", cell, stamp)) is not None}
+    tried = _read_ended(folder / "trials", plan.trials, stamp)
+    if retry_failed:
+        worked = [result.cell for result in tried.values() if result.done]
+        worked += [cell for cell in plan.cells if before.get(cell.id, ("",))[0] == "done"]
+        fixed = {(cell.model, cell.size) for cell in worked}
+        tried = {name: result for name, result in tried.items() if (result.cell.model, result.cell.size) in fixed}
+    trials = _run_missing(folder / "trials", plan.trials, tried, executor, stamp, note)
     cells = plan_cells(plan.config, len(plan.data.train), choose_rates(trials))
+    # a failure at a rate that is not chosen any more says nothing: such a cell is run again whether asked or not
+    dropped = {
+        cell.id
+        for cell in cells
+        if (how := before.get(cell.id)) is not None and how[0] == "failed" and (retry_failed or how[1] != cell.lr)
+    }
+    ended = _read_ended(folder / "cells", [cell for cell in cells if cell.id not in dropped], stamp)
+    for name in dropped:  # before study.json tells their new rates, so that it never contradicts what lies there
+        shutil.rmtree(folder / "cells" / name, ignore_errors=True)
     tree = read_study_json(folder)
     if tree["cells"] != [asdict(cell) for cell in cells]:
         write_json(folder / "study.json", {**tree, "cells": [asdict(cell) for cell in cells]})
-    _run_missing(folder / "cells", cells, executor, stamp, note, _failed if retry_failed else _none)
+    _run_missing(folder / "cells", cells, ended, executor, stamp, note)
     return report_study(folder)
 
 
@@ -275,18 +292,21 @@ def report_study(folder: Path) -> Study:
     return study
 
 
+def _read_ended(place: Path, cells: list[Cell], stamp: dict[str, str]) -> dict[str, Result]:
+    """What has ended, by id. All are looked at before the first one runs: a broken one is found at once."""
+    ended = [result for cell in cells if (result := read_result(place, cell, stamp)) is not None]
+    return {result.cell.id: result for result in ended}
+
+
 def _run_missing(
     place: Path,
     cells: list[Cell],
+    ended: dict[str, Result],
     executor: Executor,
     stamp: dict[str, str],
     note: Note,
-    again: Callable[[list[Result]], list[Result]],
 ) -> list[Result]:
-    # all are looked at before the first one runs: a broken one is found at once
-    ended = [result for cell in cells if (result := read_result(place, cell, stamp)) is not None]
-    dropped = {result.cell.id for result in again(ended)}
-    results = {result.cell.id: result for result in ended if result.cell.id not in dropped}
+    results = dict(ended)
     for result in results.values():
         note(result.cell, result, False)
     missing = [cell for cell in cells if cell.id not in results]
@@ -299,20 +319,6 @@ def _run_missing(
         results[cell.id] = outcome.result
         note(cell, outcome.result, True)
     return [results[cell.id] for cell in cells]
-
-
-def _none(ended: list[Result]) -> list[Result]:
-    return []
-
-
-def _failed(ended: list[Result]) -> list[Result]:
-    return [result for result in ended if not result.done]
-
-
-def _all_failed(ended: list[Result]) -> list[Result]:
-    """The trials of every model and size none of whose trials was done."""
-    fine = {(result.cell.model, result.cell.size) for result in ended if result.done}
-    return [result for result in ended if (result.cell.model, result.cell.size) not in fine]
 
 
 def _start(place: Path, cell: Cell, stamp: dict[str, str]) -> None:

@@ -108,7 +108,7 @@ def subset_count(total: int, size: float) -> int:
 
 
 def check_subsets(config: ContrastConfig, data: StudyData) -> None:
-    """Refuse a subset that lacks a class, or whose labels cannot be shuffled, before anything is trained.
+    """Refuse a subset that lacks a class, is another one too, or whose labels cannot be shuffled, before training.
 
     Raises:
         UserError: naming the size, and the smallest share that would do.
@@ -118,15 +118,21 @@ def check_subsets(config: ContrastConfig, data: StudyData) -> None:
     absent = sorted(set(range(classes)) - set(labels.unique().tolist()))
     if absent:
         raise UserError(f"the training split has no image of class {data.labels[absent[0]]!r}.")
+    counts: dict[int, float] = {}
     for size in config.sizes:
         count = subset_count(total, size)
+        if (other := counts.setdefault(count, size)) != size:
+            raise UserError(
+                f"sizes: {other!r} and {size!r} of {total} training images are the same {count}; leave one of them out."
+            )
         needed = max(_needed(labels, data.train.ids, seed, classes) for seed in range(config.seeds_at(size)))
         if count < needed:
             raise UserError(
                 f"sizes: {size:g} of {total} training images is {count}, too few to hold each of the {classes} "
                 f"classes; use {needed / total:.3g} ({needed} images) or more."
             )
-    for size, level in itertools.product(config.noise_sizes, config.noise.levels):
+    levels = [level for level in config.noise.levels if level > 0]
+    for size, level in itertools.product(config.noise_sizes, levels):
         for seed in range(config.noise.seeds):
             training_images(data, size, level, seed)
 

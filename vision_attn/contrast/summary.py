@@ -85,8 +85,8 @@ def _pair(analysis: Analysis, verdicts: Sequence[Verdict], a: str, b: str) -> li
         if found := [v for v in verdicts if model in v.underfits and v.outcome != BOTH_UNDERFIT]:
             lines.append(
                 f"{model} underfits {_where(found, analysis, n)}: fewer than {analysis.rule.fits:.0%} of its training "
-                f"images are right there, and its validation loss does not end more than {analysis.rule.turned:.0%} "
-                "above its lowest value."
+                "images are right there, and its validation loss does not end, on average over seeds, more than "
+                f"{analysis.rule.turned:.0%} above its lowest value."
             )
     if empty := [v for v in verdicts if not v.seeds]:
         lines.append(f"{_count(len(empty), 'comparison')} of {n} {'has' if len(empty) == 1 else 'have'} no results.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vision_attn.contrast.analysis import Analysis, Group
@@ -22,11 +23,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Entry:
-    """A cell: its text, the interval after it, and what it is sorted by (its text by default)."""
+    """A cell: its text, the interval after it, what it is sorted by (its text by default), and a line below."""
 
     text: str
     range: str = ""
     sort: float | None = None
+    below: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def verdicts(analysis: Analysis) -> Table:
     return Table(
         columns,
         rows,
-        f"Differences, {which}, with 95 % intervals; losses in nats, accuracies in points. At steps: where the first "
+        f"Differences, {which}, with 95 % intervals over seeds: that of the t tests, on which the verdicts rest, and "
+        "below it the bootstrap of the paired seeds; losses in nats, accuracies in points. At steps: where the first "
         "and the second model reach that loss, mean over seeds",
     )
 
@@ -237,9 +240,20 @@ def failed(analysis: Analysis) -> Table:
 
 
 def config(tree: dict[str, Any]) -> Table:
-    """Every option of the study."""
-    rows = [[Entry(name), Entry(value)] for name, value in _leaves(tree)]
-    return Table(_columns("option", "value", number=False), rows)
+    """Every option of the study but those that nothing used."""
+    models = [model or {} for model in tree.get("models", {}).values()]
+    unused = [r"(models\..+\.)?optimizer\.(lr|weight_decay)"]
+    unused += [f"{key}\\b.*" for key in ("optimizer", "learning_rates") if models and all(m.get(key) for m in models)]
+    rows = [
+        [Entry(name), Entry(value)]
+        for name, value in _leaves(tree)
+        if not any(re.fullmatch(pattern, name) for pattern in unused)
+    ]
+    caption = (
+        "Rates are those of learning_rates and weight decay is the arm's, so lr and weight_decay of optimizers were "
+        "not used and are left out"
+    )
+    return Table(_columns("option", "value", number=False), rows, caption)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -283,7 +297,11 @@ def _range(ends: tuple[float, float] | None, style: str) -> str:
 
 
 def _difference(comparison: Comparison | None, style: str) -> Entry:
-    return Entry("–") if comparison is None else _estimate(comparison.difference, style)
+    """The mean with the interval of the test, and below it the one of the bootstrap."""
+    if comparison is None:
+        return Entry("–")
+    entry, bootstrap = _estimate(comparison.difference, style), _estimate(comparison.paired, style).range
+    return replace(entry, below=f"bootstrap {bootstrap}") if entry.range and bootstrap else entry
 
 
 def show(value: float, style: str, unit: bool = True) -> str:

@@ -8,17 +8,19 @@ rule asks in this order:
 1. Fewer than two pairs of seeds: **inconclusive**.
 2. Neither model fits its training images, and neither validation loss turned: **both underfit**. A model *fits* when
    its mean training accuracy (clean, evaluation mode) is at least ``Rule.fits``; its validation loss *turned* when it
-   ends more than ``Rule.turned`` above its lowest value, as a share of that value.
+   ends, on average over seeds, more than ``Rule.turned`` above its lowest value, as a share of that value.
 3. No training loss that is clearly below chance is reached by every seed of both models: **inconclusive**.
 4. The gaps in loss (validation − training) are taken where the trajectories first reach the lowest training loss
-   that all seeds of both models reach. If :func:`~vision_attn.contrast.statistics.compare` finds no difference at 5 %:
-   **inconclusive**.
+   that all seeds of both models reach. If :func:`~vision_attn.contrast.statistics.compare` finds no difference at
+   ``Rule.alpha`` (5 %): **inconclusive**.
 5. If the rise of the validation loss up to the same point differs significantly the other way: **inconclusive**,
    the evidence contradicts itself.
 6. Otherwise the first model **overfits more** or **less**.
 
-One verdict errs in at most 5 % of cases where the models do not differ; over a whole study that adds up. So every
-verdict also carries ``p_study``, adjusted for all verdicts of the study (Holm), and the summary rests on those.
+One verdict errs in at most ``Rule.alpha`` of cases where the models do not differ; over a whole study that adds up. So
+every verdict also carries ``p_study``, adjusted for all verdicts of the study (Holm), and the summary rests on those.
+Both speak of other seeds: all of them are measured on the same validation images, and what other images would give is
+not in p.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import numpy as np
 from vision_attn.contrast.results import Result
 from vision_attn.contrast.statistics import NO_SPREAD, Comparison, compare, holm
 from vision_attn.contrast.trajectory import common_loss, deepest, match_loss
+from vision_attn.errors import UserError
 
 MORE, LESS, BOTH_UNDERFIT, INCONCLUSIVE = "more", "less", "both underfit", "inconclusive"
 
@@ -41,16 +44,32 @@ class Rule:
     """The thresholds of the rule.
 
     Attributes:
-        alpha: of each test. The intervals are calibrated for 0.05.
-        fits: mean training accuracy from which a model fits its training images.
+        alpha: of each test, between 0 and 1. The intervals are 95 % ones whatever it is.
+        fits: mean training accuracy from which a model fits its training images; above 0, at most 1.
         turned: rise of the validation loss after its lowest value, as a share of it, from which it has turned.
-        informative: largest training loss at which gaps are compared, as a share of the loss of guessing, ln(classes).
+        informative: largest training loss at which gaps are compared, as a share of the loss of guessing, ln(classes);
+            above 0, at most 1.
     """
 
     alpha: float = 0.05
     fits: float = 0.75
     turned: float = 0.05
     informative: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Refuse thresholds that mean nothing.
+
+        Raises:
+            UserError: naming the option.
+        """
+        for name, fine, expected in (
+            ("alpha", 0 < self.alpha < 1, "a share between 0 and 1"),
+            ("fits", 0 < self.fits <= 1, "a share above 0, at most 1"),
+            ("turned", 0 <= self.turned < math.inf, "0 or more"),
+            ("informative", 0 < self.informative <= 1, "a share above 0, at most 1"),
+        ):
+            if not fine:
+                raise UserError(f"rule.{name} is {getattr(self, name)!r}: expected {expected}.")
 
 
 @dataclass(frozen=True)
@@ -136,8 +155,8 @@ def judge(a: Sequence[Result], b: Sequence[Result], classes: int, rule: Rule | N
     if len(low) == 2:
         said = " and ".join(f"{s[0].cell.model} {_mean(s, 'train_acc'):.1%}" for s in pairs)
         reason = (
-            f"training accuracy stayed below {rule.fits:.0%} ({said}) and no validation loss ended more than "
-            f"{rule.turned:.0%} above its lowest"
+            f"training accuracy stayed below {rule.fits:.0%} ({said}) and no model's validation loss ended, on average "
+            f"over seeds, more than {rule.turned:.0%} above its lowest"
         )
         verdict = replace(verdict, outcome=BOTH_UNDERFIT, reason=reason)
     return _judge_gaps(_measure(verdict, pairs, rule, classes), rule)

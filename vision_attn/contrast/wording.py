@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from vision_attn.contrast.analysis import Analysis
@@ -26,8 +27,8 @@ def rule_steps(rule: Rule) -> list[str]:
     ]
 
 
-def limits() -> list[str]:
-    """The limits of statistics on so few seeds."""
+def limits(analysis: Analysis) -> list[str]:
+    """The limits of statistics on so few seeds, all measured on the same images."""
     return [
         "Seeds are paired: seed s gives all models the same images, wrong labels and order. Intervals of means are "
         "percentile bootstraps over seeds, stretched so that they cover 95 % of normal samples of the same size; "
@@ -36,15 +37,32 @@ def limits() -> list[str]:
         "Differences in the verdicts carry the shorter of a paired and an unpaired (Welch) t interval, each widened so "
         "that the shorter one covers 95 % when the pairs have nothing in common, whichever of the models spreads more, "
         "and more when they have; p is the smaller of the two, enlarged to match, small ones more than large ones. "
-        "In simulation with five seeds the rule finds a difference of two standard deviations of the paired "
-        "differences in at least 85 %; of two standard deviations of each model's own seeds in 74 % when pairs are "
-        "uncorrelated (the best unbiased test finds 79 %) and in 82 % at a correlation of 0.3. With three seeds it "
-        "finds 32 to 37 % of the latter, so an inconclusive verdict there says little.",
-        "A single verdict is wrong in at most 5 % of cases where the models do not differ. Over a study that adds "
-        "up, so “p, all” allows for all tests at once (Holm), and filled verdicts are those that still stand.",
+        "Verdicts rest on these t tests alone; the bootstrap interval of the paired seeds stands below theirs, "
+        "stretched as above. In simulation at 5 %, with five seeds, the rule finds a difference of two standard "
+        "deviations of the paired differences in at least 85 %; of two standard deviations of each model's own seeds "
+        "in 74 % when pairs are uncorrelated (the best unbiased test finds 79 %) and in 82 % at a correlation of 0.3. "
+        "With three seeds it finds 32 to 37 % of the latter, so an inconclusive verdict there says little.",
+        f"A single verdict is wrong in at most {_percent(analysis.rule.alpha)} of cases where the models do not "
+        "differ; intervals are 95 % ones whatever that level is. Over a study it adds up, so “p, all” allows for all "
+        "tests at once (Holm), and filled verdicts are those that still stand.",
+        _same_images(analysis),
         "A model that trains faster reaches the common training loss earlier, at a higher learning rate; part of a "
         "difference in gaps can come from that. The trajectories show where.",
     ]
+
+
+def _same_images(analysis: Analysis) -> str:
+    """That seeds are other trainings, but no other images to measure them on."""
+    data = analysis.study.facts["data"]
+    val, test = int(data["val"]), int(data["test"])
+    used = min(int(analysis.study.config.get("eval_images", val)), val)
+    which = f"all {val:,} validation images" if used == val else f"the same {used:,} of {val:,} validation images"
+    return (
+        f"Every seed is measured on the same images: the gaps that the verdicts compare on {which}, the test set whole "
+        f"({test:,} images). So intervals, p and these {_percent(analysis.rule.alpha)} speak of other seeds, not of "
+        "other validation images: with those a verdict may be another one, however well the seeds agree. For scale: on "
+        f"{used:,} images drawn anew, an accuracy has a standard error of up to {50 / math.sqrt(used):.1f} points."
+    )
 
 
 def protocol(analysis: Analysis) -> list[str]:
