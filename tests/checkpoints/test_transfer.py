@@ -127,7 +127,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
     assert "12 missing (blocks.2" in said
     assert "'depth': 2" in said
     said = refused(va.create_model("resnet20_cifar", num_classes=5), folder)
-    assert "It holds a vit_tiny_patch16_224" in said
+    assert "holds a vit_tiny_patch16_224, and this is a resnet20_cifar" in said
+    said = refused(vit(), va.save_model(va.create_model("resnet20_cifar", num_classes=5), tmp_path / "cnn"))
+    assert "holds a resnet20_cifar, and this is a vit_tiny_patch16_224" in said
     said = refused(va.create_model("dn_detr_tiny", num_classes=5, img_size=64), folder)
     assert "classification" in said
     assert "detection" in said

@@ -34,7 +34,9 @@ def start_from(model: Any, path: str | Path) -> None:
     state = opened.state
     headless = theirs["args"].get("num_classes") == 0
     claimed = {**theirs, "args": {**theirs["args"], "num_classes": ours["args"]["num_classes"]}} if headless else theirs
-    check_model(claimed, state, opened.path)  # takes no memory, whatever the file claims
+    there = check_model(claimed, state, opened.path)  # takes no memory, whatever the file claims
+    if type(there) is not type(model):
+        raise UserError(f"{path} holds a {theirs['name']}, and this is a {ours['name']}: take one of the same kind.")
     if _other_classes(theirs, ours):
         state = fresh_head(state, model, theirs, ours, opened.path)
     if any(theirs["args"].get(key) != ours["args"].get(key) for key in ("img_size", "patch_size")):
