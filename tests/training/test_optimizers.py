@@ -117,6 +117,39 @@ def test_muon_takes_hidden_matrices():
     assert rates[0.5] == algorithms["adamw"]
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "heads"),
+    [
+        ("dn_detr_tiny", {"query_selection": True, "dn_groups": 2}, r"(selection\.)?(class_embed|bbox_embed)\."),
+        ("detr_resnet50", {"backbone": "light_cnn"}, r"(class_embed|bbox_embed)\."),
+        ("vit_tiny_patch16_224", {"depth": 1}, r"head\."),
+    ],
+)
+def test_muon_leaves_every_head_to_adamw(name, args, heads):
+    """Logits and boxes are no hidden layers: under Muon, units of a box head die and boxes are refined no more."""
+    with torch.device("meta"):
+        model = va.create_model(name, num_classes=5, img_size=32, **args)
+    algorithms = names_by(parameter_groups(model, OptimizerConfig(name="muon")), model, "algorithm")
+    found = {n for n, _ in model.named_parameters() if re.match(heads, n)}
+    assert found
+    assert found <= algorithms["adamw"]
+    assert algorithms["muon"]
+
+
+def test_a_parameter_that_changed_its_algorithm_begins_anew():
+    model = Net()
+    before = build_optimizer(model, OptimizerConfig(name="muon"))
+    sum(p.sum() for p in model.parameters()).backward()
+    before.step()
+    saved, names = before.state_dict(), parameter_names(model, before)
+    model.output_names = ("block.1",)
+    after = build_optimizer(model, OptimizerConfig(name="muon"))
+    after.load_state_dict(adapt_state(saved, names, after, parameter_names(model, after)))
+    assert model.block[1].weight not in after.state
+    assert model.block[0].weight in after.state
+    after.step()
+
+
 def test_lr_mult():
     model = Net()
     groups = parameter_groups(model, OptimizerConfig(lr=1.0, lr_mult={"head.*": 0.1, "*.bias": 0.5}))

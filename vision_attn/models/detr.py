@@ -71,6 +71,7 @@ class DETR(nn.Module):
     """
 
     head_names = ("class_embed", "label_embed", "selection.class_embed")  # replaced for another number of classes
+    output_names = ("class_embed", "bbox_embed", "selection.class_embed", "selection.bbox_embed")  # not for Muon
     unsaved = ("backbone_weights",)  # a saved model has its own weights
 
     def __init__(

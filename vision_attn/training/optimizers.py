@@ -175,13 +175,18 @@ def _plain(name: str) -> str:
 
 
 def _muon_names(model: nn.Module, exempt: set[str]) -> Iterator[str]:
-    """Names of the weights Muon takes: of linear and convolution layers, but not of the first and the last one.
+    """Names of the weights Muon takes: of linear and convolution layers, but not of the first one and of heads.
 
-    Muon is for maps between hidden layers; the first sees pixels and the last gives logits, and both are
-    better served by AdamW (Jordan 2024). Depthwise kernels are no matrices either.
+    Muon is for maps between hidden layers; the first sees pixels and heads give logits or boxes, and both are better
+    served by AdamW (Jordan 2024). The last layer is a head, and so is what a model calls ``output_names`` or
+    ``head_names``. Depthwise kernels are no matrices either.
     """
+    heads = getattr(model, "output_names", getattr(model, "head_names", ()))
+    outputs = tuple(f"{name}." for name in heads)
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d)]
     for name, module in layers[1:-1]:
+        if f"{name}.".startswith(outputs):
+            continue
         if f"{name}.weight" not in exempt and module.weight[0].numel() > 1 and getattr(module, "groups", 1) == 1:
             yield f"{name}.weight"
 
@@ -221,7 +226,7 @@ def adapt_state(
 
     Returns:
         For ``optimizer.load_state_dict``: what was known of each parameter by its name, under the hyperparameters of
-        ``optimizer``. A parameter that was not trained before begins without a state.
+        ``optimizer``. A parameter that was not trained before, or not by the same algorithm, begins without a state.
 
     Raises:
         UserError: the state is that of another kind of optimizer, or of groups that nothing tells apart.
@@ -245,11 +250,12 @@ def adapt_state(
         for group, group_names in zip(saved["param_groups"], saved_names, strict=True)
         for place, name in zip(group["params"], group_names, strict=True)
     }
+    algorithms = {place: group.get("algorithm") for group in saved["param_groups"] for place in group["params"]}
     state = {
         place: saved["state"][places[name]]
         for group, group_names in zip(fresh["param_groups"], names, strict=True)
         for place, name in zip(group["params"], group_names, strict=True)
-        if places.get(name) in saved["state"]
+        if places.get(name) in saved["state"] and algorithms[places[name]] == group.get("algorithm")
     }
     return {"state": state, "param_groups": fresh["param_groups"]}
 
