@@ -348,6 +348,7 @@ def test_ray_with_gpus_needs_none_here(recipe, tmp_path, capsys, monkeypatch):
     assert "no such device" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the command line's option; that a killed worker costs nothing, tests/contrast/test_ray.py says
 @pytest.mark.usefixtures("_no_report")
 def test_a_study_on_a_ray_of_this_machine(recipe, tmp_path, capsys, monkeypatch):
     pytest.importorskip("ray", reason="Ray (the extra `ray`) is not installed: cells on a cluster are not tested")
