@@ -139,12 +139,30 @@ def build(
             model = model_from_config(wanted)
     except ValueError as error:
         raise UserError(f"{path}: cannot build its model {wanted['name']!r}: {error}") from error
-    if wanted["args"].get("num_classes") != config["args"].get("num_classes"):
-        state = fresh_head(state, model, config, wanted, path)
-    if any(wanted["args"].get(key) != config["args"].get(key) for key in ("img_size", "patch_size")):
-        state = resampled(state, model, config, wanted)
-    fill(model, state, path)
+    other_classes = wanted["args"].get("num_classes") != config["args"].get("num_classes")
+    fill(model, fitted(state, model, config, wanted, path, new_head=other_classes), path)
     return model
+
+
+def fitted(
+    state: Mapping[str, Tensor],
+    model: nn.Module,
+    config: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    path: Path,
+    *,
+    new_head: bool,
+) -> Mapping[str, Tensor]:
+    """The tensors of ``config`` for a model of ``wanted``: its own head where asked for, and another image size.
+
+    Warns:
+        UserWarning: the head was replaced.
+    """
+    if new_head:
+        state = _without_head(state, model, config, wanted, path)
+    if any(wanted["args"].get(key) != config["args"].get(key) for key in ("img_size", "patch_size")):
+        state = _resampled(state, model, config, wanted)
+    return state
 
 
 def _check_name(name: str) -> None:
@@ -196,7 +214,7 @@ def _adapted(
     return wanted
 
 
-def fresh_head(
+def _without_head(
     state: Mapping[str, Tensor], model: nn.Module, config: Mapping[str, Any], wanted: Mapping[str, Any], path: Path
 ) -> dict[str, Tensor]:
     """Replace the tensors of the head by the fresh ones of ``model``, and say so."""
@@ -210,11 +228,11 @@ def fresh_head(
     what = f"was trained for {before}: the head ({', '.join(fresh)}) was replaced by a fresh one"
     if old == 0:
         what = f"has no head: a fresh one ({', '.join(fresh)}) was added"
-    warnings.warn(f"{path} {what} for {new} and has to be trained.", stacklevel=4)
+    warnings.warn(f"{path} {what} for {new} and has to be trained.", stacklevel=5)
     return {**{key: value for key, value in state.items() if not key.startswith(prefixes)}, **fresh}
 
 
-def resampled(
+def _resampled(
     state: Mapping[str, Tensor], model: Any, config: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors at another image or patch size."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_attn.checkpoints.claims import check_model
-from vision_attn.checkpoints.load import compare, fresh_head, open_checkpoint, resampled
+from vision_attn.checkpoints.load import compare, fitted, open_checkpoint
 from vision_attn.errors import UserError
 
 
@@ -37,16 +37,13 @@ def start_from(model: Any, path: str | Path) -> None:
     there = check_model(claimed, state, opened.path)  # takes no memory, whatever the file claims
     if type(there) is not type(model):
         raise UserError(f"{path} holds a {theirs['name']}, and this is a {ours['name']}: take one of the same kind.")
-    if _other_classes(theirs, ours):
-        state = fresh_head(state, model, theirs, ours, opened.path)
-    if any(theirs["args"].get(key) != ours["args"].get(key) for key in ("img_size", "patch_size")):
-        state = resampled(state, model, theirs, ours)
+    found = fitted(state, model, theirs, ours, opened.path, new_head=_other_classes(theirs, ours))
     try:
-        state = compare(model, state, opened.path)
+        found = compare(model, found, opened.path)
     except UserError as error:
         what = f" It holds a {theirs['name']}" if theirs["name"] != ours["name"] else " Its options are other ones"
         raise UserError(f"{error}{what} with {theirs['args']}.") from error
-    model.load_state_dict(state)
+    model.load_state_dict(found)
     _compare_pixels(theirs, ours, opened.path)
 
 

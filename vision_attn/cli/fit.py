@@ -39,17 +39,15 @@ def run(argv: list[str]) -> int:
             config.trainer.num_sanity_val_steps or 1
         )  # to know what a validation costs
     keep_freed_memory()
-    given = getattr(config.model, "weights", None)
-    if ckpt_path is not None and given is not None:
+    dumped = command.dump()
+    if ckpt_path is not None and "weights" in config.model:
         config.model.weights = None  # they are in the run by now, and need not be there any more
     command.build()
-    if given is not None:
-        config.model.weights = given
     if ckpt_path is not None:
         check_resumable(Path(ckpt_path), command.model.model)
     stop = StopSignal()
     run_folder = RunFolder(
-        root, command.recipe_name, command.dump(), config.seed_everything, command.task.monitor, resume=folder
+        root, command.recipe_name, dumped, config.seed_everything, command.task.monitor, resume=folder
     )
     callbacks = make_callbacks(
         run_folder,
