@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vision_attn.cli.main import main
+from vision_attn.training.run_folder import RunFolder
 
 RECIPE = """
 data: {name: digits, batch_size: 25, max_images: 600, augment: {crop_padding: 1}}
@@ -105,6 +106,30 @@ def test_a_signal_saves_and_says_how_to_resume(number, code):
     assert {"fit", "r.yaml", "2000", "--ckpt_path"} <= set(again)
     assert main([*again, "--trainer.max_steps", str(step + 3)]) == 0
     assert weights(run)["global_step"] == step + 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("again", [False, True], ids=["a new run", "a resumed run"])
+def test_a_signal_ends_a_run_that_saves_nothing_at_once(number, code, again, monkeypatch, capsys):
+    """And nothing is said to be saved that is not."""
+    argv = ["fit", "--config", "r.yaml"]
+    if again:
+        assert main([*argv, "--trainer.max_epochs", "1"]) == 0
+        argv += ["--ckpt_path", "last"]
+    steps = []
+
+    def count(self, trainer, *args):
+        steps.append(trainer.global_step)
+        if len(steps) == 3:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(RunFolder, "on_train_batch_start", count)
+    capsys.readouterr()
+    assert main([*argv, "--trainer.enable_checkpointing", "false"]) == code
+    said = capsys.readouterr().err
+    assert len(steps) == 3
+    assert "state is saved first" not in said
+    assert ("an earlier state is saved in" if again else "stopped before anything was saved") in said
 
 
 def rows(folder):

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import vision_attn as va
 from vision_attn.attention import resample_grid
 from vision_attn.errors import UserError
+from vision_attn.models import model_from_config
 from vision_attn.models.backbones import make_backbone
 
 timm = pytest.importorskip("timm")
@@ -181,3 +182,19 @@ def test_other_peoples_layouts_of_a_vit_are_told_how_to_get_in(tmp_path):
     with pytest.raises(UserError, match=r"vision-attn convert FILE FOLDER") as caught:
         make_backbone("vit_tiny_patch16_224", img_size=(32, 32), options=VIT, weights=tmp_path / "w.pth")
     assert len(str(caught.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "batch"}])
+def test_a_rebuilt_detector_has_the_norms_of_the_first(options, tmp_path):
+    """Which weights of the backbone decided, though no configuration of a saved model names them."""
+    torch.save(whole("resnet10t").state_dict(), tmp_path / "w.pth")
+    small = {"embed_dim": 24, "num_heads": 3, "enc_layers": 1, "dec_layers": 1, "num_queries": 5, "num_classes": 3}
+    small |= {"backbone": "timm:resnet10t", "backbone_options": options}
+    model = va.create_model("detr_resnet50", **small, backbone_weights=str(tmp_path / "w.pth"))
+    again = va.load_model(va.save_model(model, tmp_path / "model"))
+    for built in (model, again, model_from_config(model.config)):
+        norms = [m for m in built.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        assert bool(norms) == bool(options)
+    assert again.config["args"]["backbone_options"] == {"norm": "frozen", **options}
+    plain = va.create_model("detr_resnet50", **small)
+    assert plain.config["args"]["backbone_options"] == options

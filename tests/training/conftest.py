@@ -55,7 +55,7 @@ class Run:
         name, args = options.pop("model", ("vit_tiny_patch16_224", VIT))
         self.data = ImageData(
             "digits",
-            batch_size=19,
+            batch_size=options.pop("batch_size", 19),
             max_images=options.pop("max_images", 200),
             augment=AugmentConfig(**options.pop("augment", {"crop_padding": 1})),
             val_fraction=options.pop("val_fraction", None),

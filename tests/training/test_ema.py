@@ -6,6 +6,7 @@ from lightning.pytorch import Callback
 
 from vision_attn.errors import UserError
 from vision_attn.training.ema import EMA, EmaConfig
+from vision_attn.training.interrupt import Interrupted
 
 
 class Trace(Callback):
@@ -73,6 +74,22 @@ def test_batch_norm_statistics_are_averaged_too(tmp_path, make_run):
     assert not torch.equal(checkpoint["state_dict"][name], checkpoint["current_model_state"][name])
     counter = next(n for n in checkpoint["state_dict"] if n.endswith("num_batches_tracked"))
     assert torch.equal(checkpoint["state_dict"][counter], checkpoint["current_model_state"][counter])
+
+
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "resnet20_cifar"])
+def test_without_averages_a_run_goes_on_from_its_own_weights(tmp_path, make_run, model):
+    """And not from the averages, to which the state of the optimizer does not belong."""
+    options = {"max_epochs": 1} | ({"model": (model, {})} if "resnet" in model else {})
+    whole, second = Trace(), Trace()
+    make_run(tmp_path / "whole", ema={"decay": 0.9}, callbacks=[whole], **options).fit()
+    first = make_run(tmp_path / "stopped", ema={"decay": 0.9}, stop_at=5, **options)
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    run = make_run(tmp_path / "stopped", resume=first.folder.path, callbacks=[second], **options)
+    run.fit(caught.value.path)
+    torch.testing.assert_close(second.steps, whole.steps[5:], rtol=0, atol=0)
+    torch.testing.assert_close(Trace.flat(run.module), whole.steps[-1], rtol=0, atol=0)
+    assert "current_model_state" not in run.checkpoint()
 
 
 @pytest.mark.parametrize("config", [{"decay": 1.0}, {"decay": -0.1}, {"decay": 0.9, "every": 0}])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 import torch
 
 from vision_attn.cli.main import main
-from vision_attn.training.progress import LASTING, rising
+from vision_attn.training.progress import LASTING, ProgressLine, rising
 
 
 def rows(*losses):
@@ -50,3 +53,22 @@ def test_it_is_said_once(tmp_path, monkeypatch, capsys):
     torch.manual_seed(0)
     assert main(["fit", "--config", "tiny.yaml"]) == 0
     assert capsys.readouterr().err.count("the training loss has risen from 1 to 2") == 1
+
+
+@pytest.mark.parametrize(("encoding", "bar"), [("iso-8859-1", "####"), ("utf-8", "━━━━")])
+def test_lines_fit_the_encoding_of_a_log_file(make_run, tmp_path, monkeypatch, encoding, bar):
+    """The first such line comes after half a minute, and must not be the last."""
+    log = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", log)
+
+    def at_once(callbacks):
+        for callback in callbacks:
+            if isinstance(callback, ProgressLine):
+                callback._every = 0.0
+        return callbacks
+
+    make_run(tmp_path, progress=True, enable_progress_bar=True, change=at_once, max_epochs=1, max_images=60).fit()
+    log.flush()
+    text = log.buffer.getvalue().decode(encoding)
+    assert f"{bar} 4/4" in text
+    assert f"validation {bar}" in text

@@ -164,6 +164,69 @@ def test_the_baseline_of_drawn_keys_keeps_its_rate(tmp_path, make_run):
     assert (baseline["peak_lr"], baseline["weight_decay"]) == (1e-2, 0.0)
 
 
+# -- other batches -----------------------------------------------------------------------------------
+
+
+class Seen(Callback):
+    """Of every step its epoch, its number therein, its images and its rate."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.steps.append((trainer.current_epoch, batch_idx, batch["index"].tolist(), module.lr))
+
+
+def resumed_otherwise(tmp_path, make_run, stop_at, other, options):
+    """The steps of a run that is resumed with ``other`` options, and of one that has had them from the start."""
+    watches = Seen(), Seen()
+    make_run(tmp_path / "whole", callbacks=[watches[0]], **options, **other).fit()
+    first = make_run(tmp_path / "stopped", stop_at=stop_at, **options)
+    with pytest.raises(Interrupted) as caught:
+        first.fit()
+    second = make_run(tmp_path / "stopped", resume=first.folder.path, callbacks=[watches[1]], **options, **other)
+    second.fit(caught.value.path)
+    return second, watches[1].steps, watches[0].steps
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        ("plain", {"batch_size": 38}),
+        ("plain", {"batch_size": 10}),
+        ("plain", {"limit_train_batches": 0.5}),
+        ("accumulated", {"batch_size": 10}),
+        ("no validation", {"batch_size": 38}),
+    ],
+)
+def test_other_batches_from_the_end_of_an_epoch_on(tmp_path, make_run, case, other):
+    """What follows is what a run sees that has had them from the start, at the same rates."""
+    stop_at = 6 if case == "accumulated" else EPOCH
+    run, steps, whole = resumed_otherwise(tmp_path, make_run, stop_at, other, CASES[case])
+    assert steps == [step for step in whole if step[0] > 0]
+    assert [row["epoch"] for row in run.folder.rows] == [0, 1, 2]
+    assert [row["lr"] for row in run.folder.rows[1:]] == [step[3] for step in steps if step[1] == whole[-1][1]]
+    assert all(("val/acc" in row) == (case != "no validation") for row in run.folder.rows)
+
+
+@pytest.mark.parametrize(("size", "place"), [(38, 2), (10, 9), (200, 0)])
+def test_other_batches_within_an_epoch(tmp_path, make_run, size, place):
+    """It goes on at the batch with the first image that was not seen yet, and every epoch is validated."""
+    with pytest.warns(UserWarning, match=f"within an epoch of batches of 19 images, now they have {size}"):
+        run, steps, whole = resumed_otherwise(tmp_path, make_run, 5, {"batch_size": size}, {})
+    assert steps == whole[place:]
+    assert [row["epoch"] for row in run.folder.rows] == [0, 1, 2]
+    assert all("val/acc" in row for row in run.folder.rows)
+
+
+def test_other_batches_within_an_epoch_keep_step_with_accumulation(tmp_path, make_run):
+    """76 images were seen, seven batches of ten: it goes on at the seventh, with which a step begins."""
+    with pytest.warns(UserWarning, match="within an epoch"):
+        run, steps, whole = resumed_otherwise(tmp_path, make_run, 2, {"batch_size": 10}, CASES["accumulated"])
+    assert steps == whole[6:]
+    assert all("val/acc" in row for row in run.folder.rows)
+
+
 # -- what a kill leaves ------------------------------------------------------------------------------
 
 

@@ -3,10 +3,12 @@
 import errno
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from vision_attn.cli.fit import resume_from
 from vision_attn.errors import UserError
 from vision_attn.training.checkpointing import link_or_copy
 from vision_attn.training.fitting import finish
@@ -99,6 +101,89 @@ def test_a_run_leaves_everything(tmp_path, make_run):
     assert run_of_checkpoint(folder / "checkpoints" / "best.ckpt") == folder
     assert run_of_checkpoint(folder / "model.safetensors") == folder
     assert run_of_checkpoint(tmp_path / "other.ckpt") is None
+
+
+def make_folder(path):
+    """What makes a folder one of a run."""
+    (path / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", "model.safetensors", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+        (path / name).touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("inside", "path"),
+    [
+        ("checkpoints", "last.ckpt"),
+        ("checkpoints", "./best.ckpt"),
+        ("checkpoints", "../checkpoints/last.ckpt"),
+        ("checkpoints", "../model.safetensors"),
+        ("checkpoints", ".."),
+        (".", "checkpoints/last.ckpt"),
+        (".", "model.safetensors"),
+        (".", "."),
+        ("..", "0/checkpoints/best.ckpt"),
+        ("../../other", "../tiny/0/checkpoints/last.ckpt"),
+    ],
+)
+def test_a_checkpoint_is_of_its_run_wherever_it_is_named_from(tmp_path, monkeypatch, inside, path):
+    folder = make_folder(tmp_path / "tiny" / "0")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(folder / inside)
+    found = run_of_checkpoint(path)
+    assert found is not None
+    assert found.resolve() == folder
+    if path.endswith("last.ckpt"):
+        chosen, run = resume_from(path, tmp_path, "tiny")
+        assert (Path(chosen).resolve(), run.resolve()) == (folder / "checkpoints" / "last.ckpt", folder)
+
+
+@pytest.mark.parametrize("link", ["file", "folder"])
+def test_a_link_to_a_checkpoint(tmp_path, monkeypatch, link):
+    """A linked folder is the run's own; a linked file lies where the link does."""
+    folder = make_folder(tmp_path / "tiny" / "0")
+    if link == "folder":
+        (tmp_path / "link").symlink_to(folder / "checkpoints")
+        assert run_of_checkpoint(tmp_path / "link" / "last.ckpt") == folder
+    else:
+        (tmp_path / "link").symlink_to(folder / "checkpoints" / "last.ckpt")
+        assert run_of_checkpoint(tmp_path / "link") is None
+
+
+def everything(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("options", [{"optimizer": {"name": "sgd"}}, {"max_images": 190}], ids=["optimizer", "data"])
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path, make_run, options):
+    run = make_run(tmp_path, stop_at=5)
+    with pytest.raises(Interrupted) as caught:
+        run.fit()
+    before = everything(run.folder.path)
+    again = make_run(tmp_path, resume=run.folder.path, **options)
+    again.folder.config = "data: {name: other}\n"
+    with pytest.raises(UserError):
+        again.fit(caught.value.path)
+    assert everything(run.folder.path) == before
+
+
+def test_the_configuration_changes_with_the_first_step(tmp_path, make_run):
+    run = make_run(tmp_path, max_epochs=1).fit()
+    folder, last = run.folder.path, run.folder.path / "checkpoints" / "last.ckpt"
+    first = (folder / "config.yaml").read_text()
+
+    def resumed(epochs):
+        again = make_run(tmp_path, resume=folder, max_epochs=epochs)
+        again.folder.config = "data: {name: other}\n"
+        again.fit(last)
+        again.folder.write_summary()
+        return summary_of(again)["config_hash"]
+
+    assert resumed(epochs=1) == config_hash(first)  # nothing is left to train
+    assert (folder / "config.yaml").read_text() == first
+    assert resumed(epochs=2) == config_hash("data: {name: other}\n")
+    assert (folder / "config.yaml").read_text() == "data: {name: other}\n"
+    assert (folder / "config_0.yaml").read_text() == first
 
 
 def summary_of(run):

@@ -40,12 +40,13 @@ def run(argv: list[str]) -> int:
         )  # to know what a validation costs
     keep_freed_memory()
     dumped = command.dump()
-    if ckpt_path is not None and "weights" in config.model:
-        config.model.weights = None  # they are in the run by now, and need not be there any more
+    if ckpt_path is not None:
+        leave_out_weights(config.model)
     command.build()
     if ckpt_path is not None:
         check_resumable(Path(ckpt_path), command.model.model)
-    stop = StopSignal()
+    checkpoints = config.trainer.enable_checkpointing is not False
+    stop = StopSignal(saves=checkpoints)
     run_folder = RunFolder(
         root, command.recipe_name, dumped, config.seed_everything, command.task.monitor, resume=folder
     )
@@ -55,7 +56,7 @@ def run(argv: list[str]) -> int:
         ema=command.config_init.ema,
         save_every=config.save_every,
         stop=stop,
-        checkpoints=config.trainer.enable_checkpointing is not False,
+        checkpoints=checkpoints,
         progress=config.trainer.enable_progress_bar is not False,
         watch=config.watch_attention,
     )
@@ -65,11 +66,11 @@ def run(argv: list[str]) -> int:
             trainer.fit(command.model, command.datamodule, ckpt_path=ckpt_path, weights_only=True)
     except Interrupted as interruption:
         return _say_how_to_resume(argv, trainer, interruption.path, stop.exit_code)
-    except SystemExit:  # Lightning's answer to a second Ctrl-C
+    except (SystemExit, KeyboardInterrupt):  # Lightning's answer to a second Ctrl-C, or to a first that saves nothing
         if not stop.requested:
             raise
-        last = run_folder.path / "checkpoints" / "last.ckpt"
-        return _say_how_to_resume(argv, trainer, last if last.is_file() else None, stop.exit_code)
+        what = "stopped at once; an earlier state is saved"
+        return _say_how_to_resume(argv, trainer, _last_saved(run_folder), stop.exit_code, what)
 
     def plain_trainer() -> Any:
         return command.build_trainer(enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
@@ -79,9 +80,8 @@ def run(argv: list[str]) -> int:
             run_folder, trainer, command.model, command.datamodule, test=config.test, make_trainer=plain_trainer
         )
     except KeyboardInterrupt:
-        last = run_folder.path / "checkpoints" / "last.ckpt"
         what = "training is over and saved; what comes after was interrupted"
-        return _say_how_to_resume(argv, trainer, last if last.is_file() else None, 130, what)
+        return _say_how_to_resume(argv, trainer, _last_saved(run_folder), 130, what)
     if trainer.is_global_zero:
         _report(run_folder.path, summary)
     return 0
@@ -108,6 +108,24 @@ def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | N
     if not path.exists():
         raise UserError(f"--ckpt_path: no such checkpoint: {path}")
     return str(path), run_of_checkpoint(path) if path.name == "last.ckpt" else None
+
+
+def leave_out_weights(model: Any) -> None:
+    """Weights to begin with are in the run by now, and need not be there any more.
+
+    Args:
+        model: the configuration of the model, which is changed.
+    """
+    from vision_attn.models.backbones import with_norm
+    from vision_attn.models.registry import list_models, model_defaults
+
+    if "weights" in model:
+        model.weights = None
+    args = dict(model.get("args") or {})
+    if args.get("backbone_weights") and model.name in list_models(task="detection"):
+        backbone = args.get("backbone") or model_defaults(model.name)["backbone"]
+        args["backbone_options"] = with_norm(backbone, args.pop("backbone_weights"), args.get("backbone_options"))
+        model.args = args
 
 
 def check_resumable(path: Path, model: Any) -> None:
@@ -137,6 +155,12 @@ def check_resumable(path: Path, model: Any) -> None:
     if there != here:
         raise UserError(f"--ckpt_path {path} is of a run of {there}, and this recipe trains {here}.")
     compare(model, state, path)
+
+
+def _last_saved(run_folder: Any) -> Path | None:
+    folder = run_folder._path  # None when the run was broken off before it had one
+    last = folder and folder / "checkpoints" / "last.ckpt"
+    return last if last and last.exists() else None
 
 
 def _say_how_to_resume(

@@ -81,6 +81,7 @@ class TrainLoader:
         if self._length == 0:
             raise UserError(f"{len(data)} training image(s) cannot be shared by {world} processes: use fewer devices.")
         self._epoch, self._batch, self._fresh = 0, 0, True
+        self.resized_from: int | None = None  # the global batch of the run we go on with, when it was another
         self._keys = _Keys()
         self._workers: DataLoader | None = None
 
@@ -102,6 +103,15 @@ class TrainLoader:
         if epoch != self._epoch or not self._fresh:
             self._epoch, self._batch, self._fresh = epoch, 0, True
 
+    @property
+    def place(self) -> int:
+        """The number of the next batch in its epoch."""
+        return self._batch
+
+    @place.setter
+    def place(self, batch: int) -> None:
+        self._batch = batch
+
     def state_dict(self) -> dict[str, int]:
         """Where the next batch is, and what that depends on."""
         return {
@@ -115,7 +125,8 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on after the last batch that was handed out before ``state`` was taken.
 
-        With another global batch size the epoch goes on at the batch that holds the first sample not seen yet.
+        With another global batch size the epoch goes on at the batch that holds the first sample not seen yet; the
+        loop that counts batches must follow (``TrainingModule`` makes it).
 
         Raises:
             UserError: when the checkpoint was made on another number of images.
@@ -134,7 +145,8 @@ class TrainLoader:
         self._epoch = state["epoch"]
         self._batch = state["batch"] * state["global_batch"] // self.global_batch
         self._fresh = True
-        if state["global_batch"] == self.global_batch and self._batch >= self._length:
+        self.resized_from = state["global_batch"] if state["global_batch"] != self.global_batch else None
+        if self.resized_from is None and self._batch >= self._length:
             self._epoch, self._batch = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -218,13 +218,13 @@ def make_backbone(
     """
     given = dict(options or {})
     timms = name.removeprefix("timm:")
-    own = name in LIGHT or name in RESNETS or _in_zoo(name)
+    own = _is_own(name)
     if not own and not _is_timm(timms):
         known = [*LIGHT, *RESNETS, *list_models("vit*"), *list_models("swin*")]
         raise UserError(f"unknown backbone {name!r}.{closest(name, known)} It may be one of timm's, too.")
     try:
         if not own:
-            given = {"norm": "frozen" if weights else "batch", **given}
+            given = {"norm": "batch", **with_norm(name, weights, given)}
             return TimmBackbone(timms, in_chans=in_chans, weights=weights, **given)
         backbone = _build(name, in_chans, img_size, given)
     except TypeError as error:
@@ -234,6 +234,18 @@ def make_backbone(
 
         load_weights(backbone, name, weights)
     return backbone
+
+
+def with_norm(name: str, weights: bool | str | Path | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``options`` with the norm that comes with ``weights``: a frozen one for timm's nets, unless they name another.
+
+    With it the backbone can be built again without the weights.
+    """
+    return {**({"norm": "frozen"} if weights and not _is_own(name) else {}), **(options or {})}
+
+
+def _is_own(name: str) -> bool:
+    return name in LIGHT or name in RESNETS or _in_zoo(name)
 
 
 def _in_zoo(name: str) -> bool:

@@ -129,6 +129,7 @@ def create_model(
     if task == "detection":
         given["num_classes"] = model.num_classes  # type: ignore[assignment]
     args = {key: value for key, value in {**given, **kwargs}.items() if key not in getattr(model, "unsaved", ())}
+    args |= getattr(model, "saved", {})
     model.config = {  # type: ignore[assignment]
         "task": task,
         "name": name,

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from vision_attn.atomic import atomic_write, remove_leftovers
+from vision_attn.errors import UserError
 from vision_attn.training.interrupt import Interrupted, StopSignal
 from vision_attn.training.run_folder import RunFolder
 
@@ -36,7 +37,7 @@ class RunCheckpoint(Checkpoint):
 
     ``last`` is saved after each validation (or epoch, without one), every ``every_seconds`` in mid-epoch, and when the
     user or the cluster asks the process to stop. ``best`` is the state with the highest ``monitor``; of equal ones
-    the latest.
+    the latest. Weights that are not finite are never saved.
 
     Args:
         run: the run folder.
@@ -80,12 +81,22 @@ class RunCheckpoint(Checkpoint):
                 remove_leftovers(path)
             _link_name(self.best_path).unlink(missing_ok=True)
 
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A signal during the trial validation is answered after the first step."""
+        self.stop.take_back()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time to the first save from here."""
+        """Count the time to the first save from here; have the last epoch validated, also when it is gone on with."""
         self._saved_at = self._clock()
+        self.stop.take_back()
+        self._validate_last_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the last epoch validated, whatever the rhythm of validations is."""
+        self._validate_last_epoch(trainer)
+
+    @staticmethod
+    def _validate_last_epoch(trainer: Trainer) -> None:
         if trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs:
             trainer.check_val_every_n_epoch = 1 if trainer.check_val_every_n_epoch else None
 
@@ -125,18 +136,32 @@ class RunCheckpoint(Checkpoint):
                 raise Interrupted(self.last_path)
 
     def save(self, trainer: Trainer) -> None:
-        """Write ``last.ckpt`` (all processes take part)."""
+        """Write ``last.ckpt`` (all processes take part).
+
+        Raises:
+            UserError: the weights are not finite, so that nothing could go on from them; what was saved before is kept.
+        """
+        if self._agree(trainer, not _is_finite(trainer.lightning_module))[0]:
+            raise UserError(self._what_is_lost(trainer))
         trainer.save_checkpoint(self.last_path)
         self._saved_at = self._clock()
         self._saved_step = trainer.global_step
+
+    def _what_is_lost(self, trainer: Trainer) -> str:
+        kept = next((path for path in (self.best_path, self.last_path) if path.exists()), None)
+        return (
+            f"the weights became NaN or infinite by step {trainer.global_step} (epoch {trainer.current_epoch}) and are "
+            f"not saved. {f'Go on with --ckpt_path {kept} and' if kept else 'Start again with'} a smaller "
+            "--model.optimizer.lr, or with --trainer.gradient_clip_val 1."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers for the checkpoint."""
         return {"best_score": self.best_score, "monitor": self.monitor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on comparing with the best so far."""
-        if state_dict.get("monitor") == self.monitor:
+        """Go on comparing with the best so far, if this run has it: a new run may start from another's checkpoint."""
+        if state_dict.get("monitor") == self.monitor and self.run.resumed and self.best_path.exists():
             self.best_score = state_dict["best_score"]
 
     @staticmethod
@@ -166,6 +191,12 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.replace(temporary, target)
     except OSError:
         atomic_write(target, lambda path: shutil.copyfile(source, path))
+
+
+def _is_finite(module: LightningModule) -> bool:
+    """Whether all parameters are, those of this process where they are shared out. Reads off the device."""
+    values = [getattr(parameter, "to_local", parameter.detach)() for parameter in module.parameters()]
+    return bool(torch.stack([value.detach().isfinite().all() for value in values]).all()) if values else True
 
 
 def _link_name(target: Path) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 from vision_attn.errors import UserError
@@ -45,6 +47,8 @@ class TrainingModule(pl.LightningModule):
         self.budget_used: float | None = None  # set by the Budget callback before each step
         self._ndims: dict[str, int] = {}
         self.total_steps = math.inf
+        self.step_offset = 0  # what the schedule is ahead of the steps taken; see _schedule_step
+        self._epoch_steps = 0  # of an epoch, where epochs are what ends the run
         self.lr = 0.0
         self._sums: dict[str, Tensor] = {}
         self._images = 0
@@ -93,19 +97,61 @@ class TrainingModule(pl.LightningModule):
     def on_train_start(self) -> None:
         """Read the length of the run off the trainer; a resumed one goes on by the numbers it was given now."""
         trainer = self.trainer
-        limits = [math.inf]
-        if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        self.total_steps = trainer.max_steps if trainer.max_steps >= 0 else math.inf
+        self._epoch_steps = 0
+        if trainer.max_epochs is not None and trainer.max_epochs >= 0 and not math.isinf(trainer.num_training_batches):
             steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-            limits.append(steps * trainer.max_epochs)
-        if trainer.max_steps >= 0:
-            limits.append(trainer.max_steps)
-        self.total_steps = min(limits)
-        if trainer.ckpt_path:  # FSDP restores optimizers past on_load_checkpoint: the old run's numbers, which end here
+            if steps * trainer.max_epochs < self.total_steps:
+                self.total_steps, self._epoch_steps = steps * trainer.max_epochs, steps
+        if trainer.ckpt_path:
+            self._find_place()
+            # FSDP restores optimizers past on_load_checkpoint: the old run's numbers, which end here
             own = self.configure_optimizers().param_groups
             for group, given in zip(trainer.optimizers[0].param_groups, own, strict=True):
                 group.update(hyperparameters(given))
         self._sums = {name: value.to(self.device) for name, value in self._sums.items()}
         self._mark = time.perf_counter()
+
+    def _find_place(self) -> None:
+        """Count the batches of the epoch that a resumed run is in as they are now.
+
+        With another global batch an epoch has more or fewer of them, and Lightning goes on counting the old ones: it
+        would end the epoch too early, or find no batch where it expects one and leave out the validation.
+        """
+        trainer = self.trainer
+        progress, loader = trainer.fit_loop.epoch_loop.batch_progress, cast(Any, trainer.train_dataloader)
+        current, length = progress.current, trainer.num_training_batches
+        before: int | None = getattr(loader, "resized_from", None)
+        if math.isinf(length):
+            return
+        if progress.is_last_batch:  # the epoch is over
+            place = int(length)
+        elif before is not None:
+            place = min(loader.place, int(length) - 1)  # one is left, so that this epoch ends as others do
+            place -= place % trainer.accumulate_grad_batches
+            loader.place = place
+            if trainer.is_global_zero:
+                warnings.warn(
+                    f"The checkpoint stopped within an epoch of batches of {before} images, now they have "
+                    f"{loader.global_batch}: the rest of its epoch may repeat some images, and skip others where "
+                    "batches are grouped by shape.",
+                    stacklevel=2,
+                )
+        else:
+            return
+        moved = place - current.ready
+        for key in ("ready", "started", "processed", "completed"):
+            setattr(current, key, getattr(current, key) + moved)
+
+    def _schedule_step(self, batch_idx: int) -> int:
+        """The optimizer step, from 0, that the schedule has come to.
+
+        In a run of epochs it follows from the place in them. That is the number of steps taken, unless a resumed run
+        took earlier ones with another global batch: the schedule then still ends with the run.
+        """
+        if not self._epoch_steps:
+            return self.global_step
+        return self.current_epoch * self._epoch_steps + batch_idx // self.trainer.accumulate_grad_batches
 
     def on_train_epoch_start(self) -> None:
         """Start the watch: an epoch's first step includes opening the data."""
@@ -128,7 +174,9 @@ class TrainingModule(pl.LightningModule):
         if self.budget_used is not None:
             factor = lr_factor_by_budget(self.budget_used, self.global_step, *shape)
         else:
-            factor = lr_factor_by_step(self.global_step, self.total_steps, *shape)
+            step = self._schedule_step(batch_idx)
+            self.step_offset = step - self.global_step
+            factor = lr_factor_by_step(step, self.total_steps, *shape)
         self.lr = config.lr * factor
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -210,11 +258,16 @@ class TrainingModule(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on where the run was, but with the optimizer's numbers that were given now.
 
+        Where averaging has been switched off, with the weights that were in training: the optimizer's state is theirs.
+
         Raises:
             UserError: another optimizer, to which the state that was saved says nothing.
         """
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
+        averages = any(isinstance(callback, WeightAveraging) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if "current_model_state" in checkpoint and not averages:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
         if checkpoint.get("optimizer_states"):
             optimizer, saved = self.configure_optimizers(), checkpoint["optimizer_states"][0]
             names = parameter_names(self, optimizer)

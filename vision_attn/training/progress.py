@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -32,6 +32,7 @@ class ProgressLine(ProgressBar):
         super().__init__()
         self.run, self.budget = run, budget
         self._live = sys.stderr.isatty()
+        self._marks = _marks(sys.stderr if self._live else sys.stdout)
         self._every = 0.2 if self._live else 30.0
         self._drawn_at = 0.0
         self._enabled = True
@@ -67,7 +68,7 @@ class ProgressLine(ProgressBar):
         self._drawn_at = now
         total = trainer.num_training_batches
         done = batch_idx + 1
-        bar = "" if math.isinf(total) else f" {_bar(done / total)} {done}/{int(total)}"
+        bar = "" if math.isinf(total) else f" {_bar(done / total, self._marks)} {done}/{int(total)}"
         means = pl_module.means_so_far()  # type: ignore[operator]
         speed = means.pop("speed")
         values = "  ".join(
@@ -92,7 +93,8 @@ class ProgressLine(ProgressBar):
         if self._enabled and now - self._drawn_at >= self._every:
             self._drawn_at = now
             total = sum(float(n) for n in trainer.num_val_batches)
-            self._show(f"epoch {self._epoch(trainer)} validation {_bar((batch_idx + 1) / max(1.0, total))}")
+            done = _bar((batch_idx + 1) / max(1.0, total), self._marks)
+            self._show(f"epoch {self._epoch(trainer)} validation {done}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The line that stays."""
@@ -135,7 +137,8 @@ class ProgressLine(ProgressBar):
         done, total = trainer.global_step - self._first_step, pl_module.total_steps
         if done < 1 or math.isinf(total):  # type: ignore[arg-type]
             return ""
-        left = (time.monotonic() - self._start) / done * (total - trainer.global_step)  # type: ignore[operator]
+        to_do = total - trainer.global_step - pl_module.step_offset  # type: ignore[operator]
+        left = (time.monotonic() - self._start) / done * to_do  # type: ignore[operator]
         return f"  {clock(max(0.0, float(left)))} left"
 
     def _show(self, text: str) -> None:
@@ -177,6 +180,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _bar(fraction: float, width: int = 20) -> str:
+def _marks(stream: TextIO) -> str:
+    """What a bar is drawn with, done and to do: lines, where the stream has them."""
+    lines = "━─"
+    try:
+        lines.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "#-"
+    return lines
+
+
+def _bar(fraction: float, marks: str, width: int = 20) -> str:
     filled = round(min(1.0, fraction) * width)
-    return "━" * filled + "─" * (width - filled)
+    return marks[0] * filled + marks[1] * (width - filled)

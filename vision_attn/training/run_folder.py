@@ -50,12 +50,18 @@ def write_config(folder: Path, config: str) -> None:
     """``config.yaml`` of what is trained from now on; what a resumed run had until now stays as ``config_<n>.yaml``."""
     path = folder / "config.yaml"
     if path.is_file():
-        before = path.read_text(encoding="utf-8")
+        before = read_config(folder)
         if config_hash(before) == config_hash(config):
             return
         number = next(n for n in itertools.count() if not (folder / f"config_{n}.yaml").exists())
         atomic_write_text(folder / f"config_{number}.yaml", before)
     atomic_write_text(path, config)
+
+
+def read_config(folder: Path) -> str:
+    """The text of ``config.yaml``; empty where there is none."""
+    path = folder / "config.yaml"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def latest_run(root: str | Path, recipe: str) -> Path:
@@ -78,7 +84,8 @@ def latest_run(root: str | Path, recipe: str) -> Path:
 def run_of_checkpoint(path: str | Path) -> Path | None:
     """The run folder that a checkpoint (or exported model) lies in, if it lies in one."""
     path = Path(path)
-    for folder in (path.parent.parent, path.parent, path):
+    whole = path.parent.resolve() / path.name  # a relative path need not name the folders that it lies in
+    for folder in (path.parent.parent, path.parent, path, whole.parent.parent, whole.parent):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder
     return None
@@ -136,7 +143,7 @@ class RunFolder(Callback):
         if self._path is None:
             path = create_run_folder(self.root, self.recipe) if trainer.is_global_zero else None
             self._path = Path(trainer.strategy.broadcast(str(path)))
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not self.resumed:
             write_config(self.path, self.config)
         self.rows = read_metrics(self.path / "metrics.csv")
         model_config = getattr(pl_module.model, "config", {})
@@ -146,7 +153,7 @@ class RunFolder(Callback):
             "seed": self.seed,
             **model_size(pl_module.model, model_config),
             "data_hash": getattr(trainer.datamodule, "data_hash", None),  # type: ignore[attr-defined]
-            "config_hash": config_hash(self.config),
+            "config_hash": config_hash(read_config(self.path) if self.resumed else self.config),
             "version": __version__,
         }
         if self.resumed:  # what was tested holds until the weights change
@@ -160,10 +167,17 @@ class RunFolder(Callback):
         self._row_step = self.rows[-1]["step"] if self.rows else -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock with the first step, after which no test of earlier weights counts."""
+        """Start the clock with the first step, after which no test of earlier weights counts.
+
+        Only now is the configuration of a resumed run that of its folder: a resume that is refused changes nothing.
+        """
         if self._start is None:
             self._start = time.monotonic()
             self.summary = {k: v for k, v in self.summary.items() if not _is_tested(k)}
+            if self.resumed:
+                self.summary["config_hash"] = config_hash(self.config)
+                if trainer.is_global_zero:
+                    write_config(self.path, self.config)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One row per validation."""
