@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import types
@@ -215,6 +216,18 @@ def test_state_of_the_model_is_kept(model, pixels):
     assert model.training
     model.eval()
     assert va.predict(model, []) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["detr_tiny", "dn_detr_tiny"])
+def test_weights_in_half_precision(name, dtype, pixels):
+    half = tiny(name).to(dtype)
+    exact = copy.deepcopy(half).float()
+    ours, theirs = (va.predict(one, [pixels, pixels[:40]], threshold=0) for one in (half, exact))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.boxes.dtype == mine.scores.dtype == torch.float32
+        torch.testing.assert_close(mine.scores[0], other.scores[0], rtol=0, atol=0.1)
+        assert mine.boxes.isfinite().all()
 
 
 def test_models_without_names(pixels):

@@ -11,7 +11,7 @@ from transformers import DabDetrConfig
 from transformers.models.dab_detr.modeling_dab_detr import DabDetrDecoder
 
 from vision_attn.layers.box_bias import BoxBias
-from vision_attn.layers.box_decoder import MLP, BoxDecoder, Memory, Queries
+from vision_attn.layers.box_decoder import LIMIT, MLP, BoxDecoder, Memory, Queries
 from vision_attn.layers.sine import box_waves, grid_waves
 
 D, H, L, B, N, ROWS, COLUMNS = 24, 3, 3, 2, 5, 7, 11
@@ -142,3 +142,49 @@ def test_whatever_wants_a_gradient_has_one(reference, depth):
     (found.square().sum() + boxes.square().sum()).backward()
     lost = [key for key, p in decoder.named_parameters() if p.requires_grad and p.grad is None]
     assert not lost
+
+
+@pytest.mark.parametrize("refine", [False, True])
+@pytest.mark.parametrize("size", [-12.0, -60.0, 25.0])
+def test_a_reference_far_out_is_one_at_the_limit(refine, size):
+    """Whoever gives it: positions stay of a magnitude, and a learned one has a gradient by which it can come back."""
+    torch.manual_seed(0)
+    decoder = BoxDecoder(D, H, L, reference="box", refine=refine, conditional=True, modulate=True, box_bias=True)
+    head = MLP(D, D, 4, 3, autocast=False)
+    keep = torch.ones(1, ROWS, COLUMNS, dtype=torch.bool)
+    memory = Memory(torch.randn(B, ROWS * COLUMNS, D), grid_waves(keep, D), keep)
+    content = torch.randn(B, N, D)
+    results = []
+    for at in (size, math.copysign(LIMIT, size)):
+        reference = torch.tensor([0.5, -1.5, at, at]).expand(1, N, 4).clone().requires_grad_()
+        found, boxes = decoder(Queries(content, None, reference), memory, head)
+        (gradient,) = torch.autograd.grad(boxes.sigmoid().sum() + found.square().sum(), reference)
+        assert gradient.isfinite().all()
+        assert (gradient[..., 2:] != 0).all()
+        results.append((found, boxes, gradient))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_of_boxes_are_not_rounded_under_autocast(dtype):
+    """Those that give logits of boxes; all others are as fast as the precision makes them."""
+    torch.manual_seed(0)
+    head, tokens = MLP(D, D, 4, 3, autocast=False), torch.randn(B, N, D, dtype=dtype)
+    with torch.autocast("cpu", dtype):
+        found, rounded = head(tokens), MLP(D, D, 4, 3)(tokens)
+    torch.testing.assert_close(found, head(tokens.float()), rtol=0, atol=0)
+    assert rounded.dtype == dtype
+    assert found.to(dtype).float().sub(found).abs().max() > 0
+    decoder = BoxDecoder(D, H, 1, reference="point", conditional=True)
+    boxed = BoxDecoder(D, H, 1, reference="box", refine=True)
+    keep = torch.ones(1, ROWS, COLUMNS, dtype=torch.bool)
+    memory = Memory(torch.randn(B, ROWS * COLUMNS, D), grid_waves(keep, D), keep)
+    position, reference = torch.randn(1, N, D), torch.randn(1, N, 4)
+    with torch.autocast("cpu", dtype):
+        at_points, points = decoder(Queries(torch.randn(B, N, D), position), memory, head)
+        at_boxes, boxes = boxed(Queries(torch.randn(B, N, D), None, reference), memory, head)
+    expected = head(at_points.float())
+    expected = torch.cat([expected[..., :2] + decoder.point_head(position), expected[..., 2:]], -1)
+    torch.testing.assert_close(points, expected, rtol=0, atol=0)
+    torch.testing.assert_close(boxes, reference + head(at_boxes.float()), rtol=0, atol=0)

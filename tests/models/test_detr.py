@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 
@@ -10,6 +11,7 @@ import torch
 
 import vision_attn as va
 from vision_attn.errors import UserError
+from vision_attn.layers.box_decoder import Memory
 from vision_attn.layers.query_selection import best_tokens
 from vision_attn.models import model_from_config
 from vision_attn.models.backbones import make_backbone
@@ -188,6 +190,66 @@ def test_query_groups_do_not_see_each_other():
     moved = (model(images)["pred_logits"] - before).abs().amax((0, 2)) > 1e-9
     assert moved.tolist() == [False] * 5 + [True] * 5 + [False] * 5
     torch.testing.assert_close(model.eval()(images)["pred_logits"], before[:, :5], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_bfloat16_weights(switch):
+    """Forward and backward where all weights are bfloat16; boxes are float32, near those of float32 weights."""
+    torch.manual_seed(0)
+    model = small(**SWITCHES[switch]).train()
+    half = copy.deepcopy(model).bfloat16()
+    model.load_state_dict(half.state_dict())  # the same weights, rounded
+    images, known, results = torch.randn(2, 3, 40, 56).bfloat16(), targets(2, 3), []
+    for one, x in ((model, images.float()), (half, images)):
+        torch.manual_seed(1)  # of denoising
+        outputs = one(x, None, known)
+        sum((part.float() ** 2).mean() for part in outputs_of(outputs)).backward()
+        results.append(outputs)
+    for key, p in half.named_parameters():
+        assert p.grad is not None, key
+        assert p.grad.isfinite().all(), key
+    exact, found = results
+    parts = [(exact, found), *zip(exact["aux_outputs"], found["aux_outputs"], strict=True)]
+    parts += [(exact["dn"], found["dn"])] if "dn" in exact else []
+    for ours, theirs in parts:
+        assert theirs["pred_boxes"].dtype == torch.float32
+        if "query_selection" not in SWITCHES[switch]:  # which tokens are chosen may turn on a rounding
+            torch.testing.assert_close(theirs["pred_boxes"], ours["pred_boxes"], rtol=0.1, atol=0.04)
+            torch.testing.assert_close(theirs["pred_logits"], ours["pred_logits"], rtol=0.1, atol=0.2)
+    with torch.no_grad():
+        assert half.eval()([images[0, :, :33, :41], images[1]])["pred_boxes"].isfinite().all()
+
+
+def test_selected_boxes_of_no_size_are_finite_and_can_be_learned():
+    """Proposals that nothing is matched to have no box loss, and may drift: here to sizes of σ(−12)."""
+    torch.manual_seed(0)
+    model = small(**SWITCHES["all"]).train()
+    with torch.no_grad():
+        model.selection.bbox_embed.layers[-1].bias[2:] = -12.0
+    for context in (contextlib.nullcontext(), torch.autocast("cpu", torch.float16)):
+        with context:
+            outputs = model(torch.randn(2, 3, 40, 56), None, targets(2, 3))
+        model.zero_grad()
+        first = outputs["aux_outputs"][0]
+        sum(part[key].float().sum() for part in (first, outputs) for key in ("pred_logits", "pred_boxes")).backward()
+        assert all(part.isfinite().all() for part in outputs_of(outputs))
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        assert first["pred_boxes"][..., 2:].min() > 1e-4
+
+
+def test_proposed_boxes_are_not_rounded_under_autocast():
+    torch.manual_seed(0)
+    model = small(**SWITCHES["selection"])
+    selection = model.selection
+    keep = torch.ones(1, 5, 7, dtype=torch.bool)
+    memory = Memory(torch.randn(2, 35, 24).bfloat16(), torch.zeros(1, 35, 24), keep)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        tokens = selection.norm(selection.proj(memory.tokens))
+        chosen = best_tokens(selection.class_embed(tokens)[..., :CLASSES].amax(-1), None, 5)
+        reference, _ = selection(memory, 5, CLASSES)
+    with torch.no_grad():
+        boxes = selection._anchors(keep) + selection.bbox_embed(tokens.float())
+    torch.testing.assert_close(reference, boxes.take_along_dim(chosen[..., None], 1), rtol=0, atol=0)
 
 
 def test_refined_boxes_begin_at_their_anchors():

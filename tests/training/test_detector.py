@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,66 @@ def test_a_run_leaves_its_numbers(finished):
     assert all(row["train/surplus"] == 0 for row in rows)
 
 
+@pytest.mark.parametrize("case", ["denoising and selection", "one layer of learned queries"])
+def test_every_part_of_the_loss_is_a_column(tmp_path, root, case):
+    """With their weights, those of a row add up to its loss, though an image here has no object."""
+    all_of_it = case == "denoising and selection"
+    args = {"query_selection": True, "dn_contrastive": True} if all_of_it else {"dec_layers": 1}
+    name = "dn_detr_tiny" if all_of_it else "detr_tiny"
+    weights = {"weight_bbox": 3.0, "aux_weight": 0.7, "dn_weight": 0.3, "enc_weight": 0.2}
+    run = Run(tmp_path, root, name=name, args=args, criterion=weights, max_epochs=1)
+    run.trainer.callbacks.append(ProgressLine(run.folder))
+    run.fit()
+    (row,) = read_metrics(run.folder.path / "metrics.csv")
+    factors = {"": 1.0, **({"_aux": 0.7, "_dn": 0.3, "_enc": 0.2} if all_of_it else {})}
+    parts = {f"train/loss_{part}{ending}" for part in ("class", "bbox", "giou") for ending in factors}
+    assert {key for key in row if key.startswith("train/loss_")} == parts
+    total = sum(
+        factor * weight * row[f"train/loss_{part}{ending}"]
+        for ending, factor in factors.items()
+        for part, weight in (("class", 1.0), ("bbox", 3.0), ("giou", 2.0))
+    )
+    assert total == pytest.approx(row["train/loss"], rel=1e-4)
+    assert not run.module.shown & {key.removeprefix("train/") for key in parts}
+
+
+def test_a_batch_without_objects_has_the_same_parts(tmp_path):
+    """Processes add up their sums by name."""
+    module = Detector("dn_detr_tiny", TINY, num_classes=3, img_size=(48, 48))
+    names = []
+    for count in (2, 0):
+        target = {"labels": torch.ones(count, dtype=torch.int64), "boxes": torch.full((count, 4), 0.4)}
+        module._sums = {}
+        module.training_step({"image": torch.randn(1, 3, 48, 48), "mask": None, "targets": [target]}, 0)
+        names.append(sorted(module._sums))
+    assert names[0] == names[1]
+    assert "loss_bbox_dn" in names[0]
+
+
+@pytest.mark.parametrize("name", ["dn_detr_tiny", "detr_tiny"])
+def test_training_with_bfloat16_weights(tmp_path, root, name):
+    """Images become bfloat16, boxes do not."""
+    run = Run(tmp_path, root, name=name, max_epochs=1, precision="bf16-true")
+    exact = Run(tmp_path / "exact", root, name=name, max_epochs=1)
+    seen: list[torch.Tensor] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.extend(target["boxes"] for target in batch["targets"])
+            assert (batch["image"].dtype == torch.bfloat16) == (trainer is run.trainer)
+
+    rows = []
+    for one in (run, exact):
+        one.trainer.callbacks.append(Look())
+        one.fit()
+        rows += read_metrics(one.folder.path / "metrics.csv")
+    ours, theirs = torch.cat(seen[: len(seen) // 2]), torch.cat(seen[len(seen) // 2 :])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert run.module.model.class_embed.weight.dtype == torch.bfloat16
+    assert rows[0]["train/loss"] == pytest.approx(rows[1]["train/loss"], rel=0.1)
+    assert rows[0]["val/loss"] == pytest.approx(rows[1]["val/loss"], rel=0.2)
+
+
 def test_a_run_leaves_its_pictures(finished):
     plots = finished.folder.path / "plots"
     for name in ("learning_curves", "augmented", "detections", "average_precision", "precision_recall"):
@@ -189,6 +250,9 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, root, case):
         "train/loss_class",
         "train/class_error",
         "train/surplus",
+        "train/loss_bbox_aux",
+        "train/loss_giou_dn",
+        "train/loss_class_enc",
         "val/ap",
         "val/loss",
     ):
@@ -225,8 +289,18 @@ def test_a_head_for_fewer_classes_is_refused_at_once(tmp_path, root):
         run.fit()
 
 
+def test_a_missing_package_is_noticed_before_training(tmp_path, root, monkeypatch):
+    """However late the first validation is; without any, it is not needed."""
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+    late = Run(tmp_path, root, max_epochs=20, check_val_every_n_epoch=10)
+    with pytest.raises(UserError, match="needs the package faster-coco-eval"):
+        late.fit()
+    assert late.trainer.global_step == 0
+    assert Run(tmp_path, root, max_epochs=1, limit_val_batches=0).fit().trainer.global_step == 4
+
+
 def test_models_of_other_tasks_are_refused():
-    with pytest.raises(UserError, match=r"is a model for classification and finds no boxes; there are: .*dn_detr_tiny"):
+    with pytest.raises(UserError, match=r"is a model for classification, not for detection; there are: .*dn_detr_tiny"):
         Detector("vit_tiny_patch16_224", img_size=(32, 32))
 
 
@@ -481,7 +555,7 @@ def test_a_frozen_backbone_without_weights_is_spoken_of(case, tmp_path):
         model = va.create_model("dn_detr_tiny", num_classes=5, img_size=(32, 32), **args)
         options = {"weights": str(va.save_model(model, tmp_path / "old"))}
     module = Detector("dn_detr_tiny", args, num_classes=5, img_size=(32, 32), **options)
-    module._trainer = SimpleNamespace(ckpt_path=None, datamodule=None, is_global_zero=True)
+    module._trainer = SimpleNamespace(ckpt_path=None, datamodule=None, is_global_zero=True, enable_validation=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module.on_fit_start()

@@ -358,7 +358,8 @@ class DetectionData(SplitData):
         out = {"image": images, "mask": mask, "targets": make_targets(batch), "index": batch["index"]}
         if "epoch" in batch:
             out["epoch"] = batch["epoch"]
-        # Lightning casts inputs for precisions such as bf16-true before this hook, when they are still bytes
+        # Lightning casts inputs for precisions such as bf16-true before this hook, when images are still bytes, and
+        # boxes integers: 8 bits would move them by pixels
         if self.trainer is not None:
             out["image"] = self.trainer.precision_plugin.convert_input(images)
         return out

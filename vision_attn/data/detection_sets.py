@@ -94,9 +94,10 @@ class DetectionSet:
 
         Returns:
             ``image`` (B, 3, H, W) uint8, padded with 0 below and to the right; ``mask`` (B, H, W) bool, True = image,
-            or None when nothing is padded; ``boxes`` (T, 4) float32 centre x, centre y, width, height as shares of the
-            images; ``labels`` (T,) int64; ``counts``, boxes of each image; ``size`` and ``orig_size`` (B, 2) int64;
-            ``image_id``, B ints; ``index`` (B,) int64; in training ``epoch``.
+            or None when nothing is padded; ``boxes`` (T, 4) centre x, centre y, width, height as shares of the images,
+            the bits of float32 as int32, which a trainer does not round to the precision of the model (see
+            ``make_targets``); ``labels`` (T,) int64; ``counts``, boxes of each image; ``size`` and ``orig_size`` (B, 2)
+            int64; ``image_id``, B ints; ``index`` (B,) int64; in training ``epoch``.
 
         Raises:
             UserError: an image cannot be read, and bad images are not skipped; or none can be read.
@@ -113,7 +114,7 @@ class DetectionSet:
         batch = {
             "image": image,
             "mask": mask,
-            "boxes": boxes[keep],
+            "boxes": boxes[keep].view(torch.int32),
             "labels": self.boxes.labels[chosen][keep],
             "counts": place[keep].bincount(minlength=len(rows)).tolist(),
             "size": views.output,
@@ -131,7 +132,7 @@ class DetectionSet:
                 return other, self.pixels.read(other)
             except UserError as error:
                 if not self.skip_bad_images:
-                    raise UserError(f"{error} Or leave such images out with data.skip_bad_images=true.") from error
+                    raise UserError(f"{error} data.skip_bad_images=true leaves such images out.") from error
                 self._warn(other, error, training)
             if not training:  # another image would be counted twice
                 height, width = self.pixels.sizes[row].tolist()
@@ -190,7 +191,7 @@ def _whole(views: Views, size: Tensor) -> bool:
 
 def make_targets(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """The targets of a batch, one dictionary for each image, as views of the batch's flat tensors."""
-    parts = (batch["labels"].split(batch["counts"]), batch["boxes"].split(batch["counts"]))
+    parts = (batch["labels"].split(batch["counts"]), batch["boxes"].view(torch.float32).split(batch["counts"]))
     rows = zip(*parts, batch["image_id"], batch["size"], batch["orig_size"], strict=True)
     names = ("labels", "boxes", "image_id", "size", "orig_size")
     return [dict(zip(names, row, strict=True)) for row in rows]

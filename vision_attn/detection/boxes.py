@@ -47,26 +47,13 @@ def pairwise_iou(a: Tensor, b: Tensor) -> Tensor:
     return iou(*pairwise(a, b))
 
 
-def generalized_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Generalized intersection over union of boxes that broadcast (Rezatofighi et al. 2019).
-
-    Args:
-        a: (…, 4) as ``xyxy``.
-        b: (…, 4) as ``xyxy``.
+def iou_and_giou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two overlaps of boxes that broadcast, (…, 4) and (…, 4) as ``xyxy``, for the price of one.
 
     Returns:
-        (…) in −1 … 1: the IoU less the share of the common hull that neither box fills.
+        (…) intersection over union, as of :func:`iou`; (…) the generalized one (Rezatofighi et al. 2019), −1 … 1: the
+        IoU less the share of the common hull that neither box fills.
     """
-    return iou_and_giou(a, b)[1]
-
-
-def pairwise_generalized_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Generalized intersection over union of all pairs: (…, N, 4) and (…, M, 4), both ``xyxy``, to (…, N, M)."""
-    return generalized_iou(*pairwise(a, b))
-
-
-def iou_and_giou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both overlaps of boxes that broadcast, for the price of one; see :func:`iou` and :func:`generalized_iou`."""
     first, second = a.unbind(-1), b.unbind(-1)
     overlap, union = _iou_union_corners(first, second)
     width = torch.maximum(first[2], second[2]) - torch.minimum(first[0], second[0])

@@ -145,7 +145,7 @@ def evaluate(
         UserError: a detection of an unknown image, numbers that are not finite, max_dets below 1, or the package
             is missing.
     """
-    coco, run = _package()
+    coco, run = coco_package()
     shown = {int(image["id"]) for image in truth["images"]} if image_ids is None else {int(i) for i in image_ids}
     sizes = _check(truth, detections, shown, max_dets)
     annotations = _numbered(truth, shown)
@@ -220,7 +220,7 @@ class CocoMetric(Metric):
         self, ground_truth: dict[str, Any], *, category_ids: Sequence[int] | None = None, max_dets: int = 100
     ) -> None:
         super().__init__()
-        _package()  # now, not after an epoch of training
+        coco_package()  # now, not when the first evaluation ends
         _caps(max_dets)
         self.ground_truth, self.max_dets = ground_truth, int(max_dets)
         self.category_ids = None if category_ids is None else [int(i) for i in category_ids]
@@ -366,11 +366,14 @@ def _mean(values: np.ndarray) -> float:
     return float(there.mean()) if there.size else float("nan")
 
 
-def _package() -> tuple[Any, Any]:
+def coco_package() -> tuple[Any, Any]:
+    """The classes ``COCO`` and ``COCOeval_faster`` of faster-coco-eval.
+
+    Raises:
+        UserError: it is missing.
+    """
     try:
         from faster_coco_eval import COCO, COCOeval_faster
     except ImportError as error:
-        raise UserError(
-            "Average precision needs the package faster-coco-eval: pip install 'vision_attn[detection]'"
-        ) from error
+        raise UserError("Average precision needs the package faster-coco-eval: pip install faster-coco-eval") from error
     return COCO, COCOeval_faster

@@ -125,7 +125,7 @@ class Criterion(nn.Module):
         stacks = [_stack(layers, int(outputs.get("groups", 1)), "decoder layer")]
         if "enc_outputs" in outputs:
             encoder = outputs["enc_outputs"]
-            stacks.append(_stack([encoder], int(encoder.get("groups", 1)), "proposals of the encoder, layer"))
+            stacks.append(_stack([encoder], 1, "proposals of the encoder, layer"))
         self._check_head(stacks[0].logits)
         padded = PaddedTargets.of(targets, stacks[0].logits.device)
         matchings = match(stacks, padded, self.costs)

@@ -31,7 +31,7 @@ def softmax_loss(logits: Tensor, target: Tensor, eos_coef: float, valid: Tensor 
     nothing = logits.shape[-1] - 1
     matched = target >= 0
     losses = F.cross_entropy(logits.flatten(0, 2), target.where(matched, nothing).flatten(), reduction="none")
-    weights = torch.where(matched, 1.0, eos_coef)
+    weights = losses.new_full(matched.shape, eos_coef).masked_fill_(matched, 1.0)
     if valid is not None:
         weights = weights * valid
     return (losses.view_as(weights) * weights).sum((1, 2)) / weights.sum((1, 2)).clamp_min(torch.finfo().tiny)

@@ -11,7 +11,8 @@ from torch import Tensor
 from vision_attn.detection.boxes import cxcywh_to_xyxy
 from vision_attn.errors import UserError
 
-Detections = dict[str, Tensor]
+Found = dict[str, Tensor]
+"""``scores``, ``labels``, ``boxes`` and ``queries`` of one image, still as tensors on the model's device."""
 
 
 @torch.no_grad()
@@ -23,7 +24,7 @@ def postprocess(
     topk: int = 100,
     threshold: float = 0.0,
     names: Sequence[str] | None = None,
-) -> list[Detections]:
+) -> list[Found]:
     """The most likely objects of each image.
 
     With ``softmax`` every query is one object of its likeliest class (Carion et al. 2020); with ``sigmoid`` the best
@@ -61,12 +62,21 @@ def postprocess(
     corners = cxcywh_to_xyxy(boxes.gather(1, queries[..., None].expand(-1, -1, 4))) * scale[:, None]
     count = (scores > threshold).sum(1) if threshold > 0 else torch.full_like(fine, scores.shape[1], dtype=torch.int64)
     kept, all_fine = torch.stack([count, (fine & boxes.isfinite().flatten(1).all(1)).long()]).tolist()  # one transfer
-    _refuse_nan(all_fine, names)
+    refuse_nan(all_fine, names)
     parts = {"scores": scores, "labels": labels, "boxes": corners, "queries": queries}
     return [{name: part[i, :k] for name, part in parts.items()} for i, k in enumerate(kept)]
 
 
-def _refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
+def refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
+    """Refuse the predictions of a batch unless all are numbers.
+
+    Args:
+        fine: of every image, whether its are.
+        names: of the images; None for their places.
+
+    Raises:
+        UserError: naming the images.
+    """
     if all(fine):
         return
     bad = [i for i, ok in enumerate(fine) if not ok]
@@ -77,7 +87,7 @@ def _refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
     )
 
 
-def nms(detections: Sequence[Detections], iou_threshold: float = 0.5) -> list[Detections]:
+def nms(detections: Sequence[Found], iou_threshold: float = 0.5) -> list[Found]:
     """Non-maximum suppression within classes, for comparison: a set predictor should not need it.
 
     Args:

@@ -46,7 +46,7 @@ class BoxBias(nn.Module):
         distance = 8 * (at[:, None, :, None] - edges[:, :, None, :])  # (B, N, h or w, 2)
         # logarithmic, as the continuous positions of Swin V2: near the edge it matters most
         distance = distance.sign() * torch.log2(distance.abs() + 1) / math.log2(8)
-        return mlp(distance).permute(0, 3, 1, 2)
+        return mlp(distance.to(next(mlp.parameters()).dtype)).permute(0, 3, 1, 2)
 
 
 def _mlp(hidden_dim: int, num_heads: int) -> nn.Sequential:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_attn.attention import Attention, ConditionalAttention
+from vision_attn.attention.core import without_autocast
 from vision_attn.layers.box_bias import BoxBias
 from vision_attn.layers.decoder import DecoderLayer
 from vision_attn.layers.sine import box_waves, places
@@ -23,8 +24,13 @@ LIMIT = 7.0
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Out of half precision, in which a box is no finer than a few pixels."""
+    """Out of half precision, before anything is computed that needs more; what was rounded before stays rounded."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def within_limit(reference: Tensor) -> Tensor:
+    """Logits of boxes within ±``LIMIT``. Gradients pass as if there were no limit, so that a learned box comes back."""
+    return reference + (reference.clamp(-LIMIT, LIMIT) - reference).detach()
 
 
 class MLP(nn.Module):
@@ -33,14 +39,23 @@ class MLP(nn.Module):
     Args:
         in_dim, hidden_dim, out_dim: widths.
         num_layers: of which all but the last are followed by a ReLU.
+        autocast: False computes in the precision of the weights even under autocast, and gives at least float32: for
+            logits of boxes, which bfloat16 rounds by half a pixel of 640.
     """
 
-    def __init__(self, in_dim: int, hidden_dim: int, out_dim: int, num_layers: int) -> None:
+    def __init__(self, in_dim: int, hidden_dim: int, out_dim: int, num_layers: int, *, autocast: bool = True) -> None:
         super().__init__()
+        self.autocast = autocast
         widths = [in_dim, *[hidden_dim] * (num_layers - 1), out_dim]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.autocast:
+            return self._compute(x)
+        with without_autocast(x):
+            return at_least_float32(self._compute(x.to(next(self.parameters()).dtype)))
+
+    def _compute(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = layer(x).relu()
         return self.layers[-1](x)
@@ -142,7 +157,7 @@ class BoxDecoder(nn.Module):
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
         self.query_head = MLP(2 * dim, dim, dim, 2) if reference == "box" else None
-        self.point_head = MLP(dim, dim, 2, 2) if reference == "point" else None
+        self.point_head = MLP(dim, dim, 2, 2, autocast=False) if reference == "point" else None
         self.query_scale = MLP(dim, dim, dim, 2) if conditional else None
         if self.query_scale is not None and depth == 1:
             self.query_scale.requires_grad_(False)  # it is for the layers after the first
@@ -162,8 +177,10 @@ class BoxDecoder(nn.Module):
         """
         x, reference = queries.content, queries.reference
         if self.point_head is not None:
-            reference = at_least_float32(self.point_head(queries.position))
-        axes = _axes(memory.keep, x.dtype) if self.biases is not None else None
+            reference = self.point_head(queries.position)
+        elif reference is not None:  # learned, or proposed by a token, it may lie anywhere
+            reference = within_limit(at_least_float32(reference))
+        axes = None if self.biases is None or reference is None else _axes(memory.keep, reference.dtype)
         outputs, boxes = [], []
         for i, layer in enumerate(self.layers):
             query_pos, context_query_pos = self._positions(i, x, queries.position, reference)
@@ -201,6 +218,7 @@ class BoxDecoder(nn.Module):
             return position, None
         place = reference.sigmoid()
         sine = box_waves(place, x.shape[-1], temperature=self.temperature)  # (B, N, D or 2 D)
+        sine = sine.to(self.norm.weight.dtype)  # a model in half precision takes no other
         if self.query_head is not None:
             position = self.query_head(sine)
         if self.query_scale is None or position is None:
@@ -209,7 +227,7 @@ class BoxDecoder(nn.Module):
         if i > 0:
             towards = towards * self.query_scale(x)
         if self.size_head is not None:
-            ratio = self.size_head(x).sigmoid() / place[..., 2:]  # (B, N, 2): width, height
+            ratio = (self.size_head(x).sigmoid() / place[..., 2:]).to(sine.dtype)  # (B, N, 2): width, height
             towards = towards.unflatten(-1, (2, -1)) * ratio.flip(-1)[..., None]  # rows go first in the waves
             towards = towards.flatten(-2)
         if i > 0:

@@ -25,7 +25,7 @@ class QuerySelection(nn.Module):
         self.size = size
         self.proj, self.norm = nn.Linear(dim, dim), nn.LayerNorm(dim)
         self.class_embed = nn.Linear(dim, num_logits)
-        self.bbox_embed = MLP(dim, dim, 4, 3)
+        self.bbox_embed = MLP(dim, dim, 4, 3, autocast=False)
 
     def forward(self, memory: Memory, num_queries: int, num_classes: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The references of the queries, and what the tokens chosen for them predict.

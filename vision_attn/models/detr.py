@@ -1,5 +1,15 @@
 """Detection transformers (Carion et al. 2020, arXiv 2005.12872), and what makes them learn sooner.
 
+How a detector hangs together:
+
+* ``models.backbones`` makes a map of the images; ``layers.padding`` keeps their padding out of it.
+* ``layers.encoder`` over its tokens, whose places are ``layers.sine``'s waves, gives the memory.
+* Queries are learned (``models.detr_parts``) or the memory's best tokens (``layers.query_selection``); in training
+  disturbed objects go before them (``detection.denoising``).
+* ``layers.box_decoder`` asks the memory, ``layers.box_bias`` beside its scores; every layer gives classes and boxes.
+* In training ``detection.criterion`` matches them (``matcher``) and adds up ``losses``; in evaluation
+  ``detection.postprocess`` makes detections of the last layer's, and ``coco_eval`` scores them.
+
 Legend: B images, N queries, M image tokens, D width, L decoder layers.
 """
 
@@ -22,7 +32,7 @@ from vision_attn.layers.encoder import EncoderLayer
 from vision_attn.layers.padding import apart, pad_together, unpadded
 from vision_attn.layers.query_selection import QuerySelection
 from vision_attn.layers.sine import grid_waves
-from vision_attn.models.backbones import make_backbone, preprocessing
+from vision_attn.models.backbones import make_backbone, preprocessing, with_norm
 from vision_attn.models.detr_parts import ObjectQueries, init_heads, init_transformer, mechanisms, with_denoising
 
 Targets = Sequence[Mapping[str, Tensor]]
@@ -137,6 +147,8 @@ class DETR(nn.Module):
         self.backbone: Any = make_backbone(
             backbone, in_chans=in_chans, img_size=self.img_size, weights=backbone_weights, options=backbone_options
         )
+        if backbone_weights:  # which are not saved, but their norm is
+            self.saved = {"backbone_options": with_norm(backbone, backbone_weights, backbone_options)}
         self.preprocess = preprocessing(backbone, in_chans)
         self.input_proj = nn.Conv2d(self.backbone.channels, embed_dim, 1)
         config = AttentionConfig.of(attention)
@@ -172,7 +184,7 @@ class DETR(nn.Module):
         )
         num_logits = num_classes + (classification == "softmax")
         self.class_embed = nn.Linear(embed_dim, num_logits)
-        self.bbox_embed = MLP(embed_dim, embed_dim, 4, 3)
+        self.bbox_embed = MLP(embed_dim, embed_dim, 4, 3, autocast=False)
         self.label_embed = nn.Embedding(num_classes, embed_dim) if dn_groups else None
         self.selection = QuerySelection(embed_dim, num_logits) if query_selection else None
         init_transformer(self)
@@ -200,7 +212,7 @@ class DETR(nn.Module):
         memory = self.encode(*self.features(images, mask))
         queries, denoising, selected = self._queries(memory, targets)
         found, boxes = self.decoder(queries, memory, self.bbox_embed)
-        logits, boxes = at_least_float32(self.class_embed(found)), at_least_float32(boxes).sigmoid()
+        logits, boxes = at_least_float32(self.class_embed(found)), boxes.sigmoid()
         outputs: dict[str, Any] = {}
         if denoising is not None:
             m = denoising.labels.shape[1]
@@ -241,6 +253,7 @@ class DETR(nn.Module):
         x = x.flatten(2).transpose(1, 2)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         position = grid_waves(keep, x.shape[-1], temperature=self.temperature, centred=self.centred, dtype=dtype)
+        position = position.to(self.input_proj.weight.dtype)  # a model in half precision takes no other
         hidden = None if mask is None else padding_mask(mask.flatten(1))
         layout = Layout(0, grid)
         for layer in self.encoder:

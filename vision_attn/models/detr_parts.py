@@ -14,7 +14,7 @@ from vision_attn.attention import AttentionConfig, padding_mask
 from vision_attn.attention.config import PATTERN_OPTIONS
 from vision_attn.detection.denoising import Denoising
 from vision_attn.errors import UserError
-from vision_attn.layers.box_decoder import Queries
+from vision_attn.layers.box_decoder import Queries, at_least_float32
 
 PRIOR = 0.01
 """Probability of every class at the start, where classes are sigmoids (Lin et al. 2017, arXiv 1708.02002)."""
@@ -45,7 +45,7 @@ class ObjectQueries(nn.Module):
         # repeated and not expanded: a view of a parameter asks for gradients even where none are wanted, and PyTorch's
         # counter of operations stumbles over it
         position = None if self.position is None else self.position[:num].repeat(1, 1, 1)
-        reference = None if self.anchors is None else self.anchors[:num].repeat(1, 1, 1)
+        reference = None if self.anchors is None else at_least_float32(self.anchors[:num].repeat(1, 1, 1))
         if self.content is not None:
             return Queries(self.content[:num].repeat(batch, 1, 1), position, reference)
         assert position is not None

@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.attention.normalizers import collect_log_probs
+from vision_attn.training.building import build_model, check_task
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
 from vision_attn.training.reinforce import Reinforce, draws_keys
@@ -41,7 +42,7 @@ class Classifier(TrainingModule):
         seed: of dropout and the like (linked to ``seed_everything``).
 
     Raises:
-        UserError: unknown model or keyword (from ``create_model``).
+        UserError: unknown model or keyword, or a model of another task (from ``build_model``).
     """
 
     reinforce: Reinforce | None  # of a model that draws keys
@@ -63,10 +64,9 @@ class Classifier(TrainingModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, seed)
-        from vision_attn.models import create_model
-
-        size = None if img_size is None else (int(img_size[0]), int(img_size[1]))
-        self.model = create_model(name, num_classes=num_classes, img_size=size, attention=attention, **(args or {}))
+        self.model = build_model(
+            "classification", name, args, img_size=img_size, num_classes=num_classes, attention=attention
+        )
         if labels is not None:
             self.model.config["labels"] = [str(label) for label in labels]
         if preprocess is not None:
@@ -80,6 +80,7 @@ class Classifier(TrainingModule):
         self = cls.__new__(cls)
         TrainingModule.__init__(self)
         self.model = model
+        check_task(model, "classification")
         self._setup(int(model.config["args"]["num_classes"]), 0.0, channels_last, False)
         return self
 

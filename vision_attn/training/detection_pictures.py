@@ -81,8 +81,8 @@ def look(module: Any, data: Any, device: torch.device | str, limit: int) -> Any:
     ids = module.model.config.get("category_ids") or data.category_ids
     metric = CocoMetric(truth, category_ids=ids, max_dets=module.max_detections)
     seen = 0
-    for batch in data.val_dataloader():
-        outputs, targets = run(module, data.on_after_batch_transfer(_to(batch, device)))
+    for batch in data.whole_dataloader("val"):
+        outputs, targets = outputs_of(module, data.on_after_batch_transfer(_to(batch, device)))
         sizes = torch.stack([target["orig_size"] for target in targets])
         found = postprocess(outputs, sizes, module.model.classification, topk=module.max_detections)
         metric.update([target["image_id"] for target in targets], found)
@@ -94,7 +94,7 @@ def look(module: Any, data: Any, device: torch.device | str, limit: int) -> Any:
 
 
 @torch.no_grad()
-def run(module: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def outputs_of(module: Any, batch: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Outputs and targets of a prepared batch; the module's mode stays what it was."""
     was_training = module.training
     module.eval().to(batch["image"].device)
@@ -163,7 +163,7 @@ def detections(module: Any, batch: dict[str, Any], data: Any, path: Path, thresh
         title: above the images.
     """
     device = next(module.parameters()).device
-    outputs, targets = run(module, {**_to(batch, device), "targets": batch["targets"]})
+    outputs, targets = outputs_of(module, {**_to(batch, device), "targets": batch["targets"]})
     sizes = torch.stack([target["size"] for target in targets])
     found = postprocess(outputs, sizes, module.model.classification, topk=module.max_detections)
     tiles = []

@@ -13,17 +13,19 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from vision_attn.attention.config import AttentionConfig
+from vision_attn.detection.coco_eval import CocoMetric, coco_package
 from vision_attn.detection.criterion import Criterion, CriterionConfig
 from vision_attn.detection.postprocess import postprocess
 from vision_attn.detection.report import nms_beside
 from vision_attn.errors import UserError
 from vision_attn.layers.resnet import FrozenBatchNorm
+from vision_attn.training.building import build_model, check_task
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig, PeakRate
 
 LOGGED = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar_100")
-PARTS = ("loss_class", "loss_bbox", "loss_giou", "class_error", "surplus")
+LOSSES = ("loss_class", "loss_bbox", "loss_giou")
 
 
 class Detector(TrainingModule):
@@ -35,9 +37,12 @@ class Detector(TrainingModule):
 
     Logged: ``{train,val,test}/loss``; in training the parts of the last decoder layer, ``train/loss_class``,
     ``train/loss_bbox``, ``train/loss_giou``, ``train/class_error``, and ``train/surplus``, objects per image beyond the
-    number of queries; in evaluations COCO's average precision and recall, 0 … 1: ``ap ap50 ap75 ap_small ap_medium
-    ap_large ar_100``, those without any such object left out; in tests also ``ap_nms50 ap_nms70``, the average
-    precision after non-maximum suppression, which a set predictor should not need.
+    number of queries; the same losses with ``_aux``, the sum of the layers before the last, ``_dn``, of denoising
+    queries, summed over all layers, and ``_enc``, of the encoder's proposals, where the model has them: where layers
+    refine boxes, ``loss_bbox`` is below ``loss_bbox_aux`` over its number of layers; in evaluations COCO's average
+    precision and recall, 0 … 1: ``ap ap50 ap75 ap_small ap_medium ap_large ar_100``, those without any such object left
+    out; in tests also ``ap_nms50 ap_nms70``, the average precision after non-maximum suppression, which a set predictor
+    should not need.
 
     Args:
         name: of the model; ``vision-attn models`` lists them.
@@ -60,7 +65,7 @@ class Detector(TrainingModule):
         seed: of dropout, denoising queries and the like (linked to ``seed_everything``).
 
     Raises:
-        UserError: unknown model or keyword (from ``create_model``), a model of another task, a loss that does not
+        UserError: unknown model or keyword, or a model of another task (from ``build_model``), a loss that does not
             belong to its head.
     """
 
@@ -86,11 +91,9 @@ class Detector(TrainingModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, seed)
-        from vision_attn.models import create_model
-
-        size = None if img_size is None else (int(img_size[0]), int(img_size[1]))
-        self.model = create_model(name, num_classes=num_classes, img_size=size, attention=attention, **(args or {}))
-        check_task(self.model)
+        self.model = build_model(
+            "detection", name, args, img_size=img_size, num_classes=num_classes, attention=attention
+        )
         config = self.model.config
         if labels is not None:
             config["labels"] = [str(label) for label in labels]
@@ -127,7 +130,7 @@ class Detector(TrainingModule):
         self = cls.__new__(cls)
         TrainingModule.__init__(self)
         self.model = model
-        check_task(model)
+        check_task(model, "detection")
         classes = int(model.config["args"]["num_classes"])
         self._setup(classes, criterion or CriterionConfig(), max_detections, channels_last)
         return self
@@ -156,10 +159,10 @@ class Detector(TrainingModule):
     # -- training -----------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        """Refuse data that the head was not built for, before the first step.
+        """Refuse data that the head was not built for, and validations that cannot be scored, before the first step.
 
         Raises:
-            UserError: another number of classes.
+            UserError: another number of classes, or no package for average precision.
 
         Warns:
             UserWarning: images with more objects than there are queries; a frozen backbone into which nothing was
@@ -172,6 +175,8 @@ class Detector(TrainingModule):
                 f"the data have {found} classes, the model's head {self.criterion.num_classes}: "
                 f"build it with num_classes={found}"
             )
+        if self.trainer.enable_validation:  # the first one may be hours away
+            coco_package()
         if self.trainer.is_global_zero:
             self._warn_of_surplus(getattr(self.trainer, "datamodule", None))
             self._warn_of_random_features()
@@ -217,9 +222,17 @@ class Detector(TrainingModule):
             where = f"step {self.global_step} (epoch {self.current_epoch}, lr {self.lr:.2g})"
             raise UserError(f"{where}: {error}") from None
         count = len(batch["targets"])
-        sums = {name: losses[name] * count for name in ("loss", *PARTS[:-1])}
-        self.record(count, surplus=losses["surplus"], **sums)
+        self._record(count, losses)
         return losses["loss"]
+
+    def _record(self, count: int, losses: dict[str, Tensor]) -> None:
+        """All parts of the loss, for the means of the epoch."""
+        sums = {name: value if name == "surplus" else value * count for name, value in losses.items()}
+        if getattr(self.model, "denoising", {}).get("groups"):
+            # a batch without objects has none of these; but processes add up their sums by name, so all have them
+            nothing = torch.zeros_like(losses["surplus"])
+            sums = {f"{name}_dn": nothing for name in LOSSES} | sums
+        self.record(count, **sums)
 
     def take_means(self) -> dict[str, float]:
         """As of every task; objects without a query are shown where there are any."""
@@ -254,8 +267,6 @@ class Detector(TrainingModule):
         self._finish("test", self.test_loss)
 
     def _begin(self, stage: str) -> None:
-        from vision_attn.detection.coco_eval import CocoMetric
-
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self._seen_data.get(stage) is not data:
             own, theirs = self.model.config.get("category_ids") or data.category_ids, data.category_ids
@@ -323,21 +334,6 @@ def with_backbone_rate(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig
     if lr == 0:  # the caller freezes it
         return optimizer
     return dataclasses.replace(optimizer, lr_mult={**(optimizer.lr_mult or {}), "backbone.*": PeakRate(lr)})
-
-
-def check_task(model: Any) -> None:
-    """Refuse a model that does not detect.
-
-    Raises:
-        UserError: naming those that do.
-    """
-    if model.config["task"] != "detection":
-        from vision_attn.models import list_models
-
-        names = ", ".join(list_models(task="detection"))
-        raise UserError(
-            f"{model.config['name']} is a model for {model.config['task']} and finds no boxes; there are: {names}"
-        )
 
 
 def label_map(own: list[int], theirs: list[int]) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vision_attn.attention.config import AttentionConfig
 from vision_attn.errors import UserError
+from vision_attn.training.building import build_model, check_task
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
@@ -38,7 +39,7 @@ class Sorter(TrainingModule):
         seed: of dropout and the like (linked to ``seed_everything``).
 
     Raises:
-        UserError: unknown model or keyword (from ``create_model``).
+        UserError: unknown model or keyword, or a model of another task (from ``build_model``).
     """
 
     def __init__(
@@ -54,11 +55,7 @@ class Sorter(TrainingModule):
         seed: int = 0,
     ) -> None:
         super().__init__(optimizer, seed)
-        from vision_attn.models import create_model
-
-        size = None if img_size is None else (int(img_size[0]), int(img_size[1]))
-        self.model = create_model(name, img_size=size, attention=attention, **(args or {}))
-        _check_task(self.model)
+        self.model = build_model("sorting", name, args, img_size=img_size, attention=attention)
         if draws_keys(self.model):
             raise UserError("normalizer 'sampled' learns by rewards, which sorting does not give: use straight_through")
         if labels is not None:
@@ -77,7 +74,7 @@ class Sorter(TrainingModule):
         self = cls.__new__(cls)
         TrainingModule.__init__(self)
         self.model = model
-        _check_task(model)
+        check_task(model, "sorting")
         self._totals = {}
         return self
 
@@ -133,15 +130,6 @@ class Sorter(TrainingModule):
         from vision_attn.training.pointer_pictures import draw_all
 
         return draw_all(run, self, data, device)
-
-
-def _check_task(model: Any) -> None:
-    task = model.config["task"]
-    if task != "sorting":
-        from vision_attn.models import list_models
-
-        names = ", ".join(list_models(task="sorting"))
-        raise UserError(f"{model.config['name']} is a model for {task} and cannot sort; there are: {names}")
 
 
 def step_loss(log_weights: Tensor, order: Tensor) -> Tensor:
