@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -146,7 +148,7 @@ def test_state_of_the_model_is_kept(model, pixels):
         (torch.zeros(8, 8, 3), r"tensors are \(C, H, W\)"),
         (np.zeros((0, 8, 3), np.uint8), "no image"),
         (torch.zeros(5), "no image"),
-        ("nowhere.png", r"nowhere\.png.*no such file"),
+        ("nowhere.png", r"nowhere\.png: no such file\. Check its name\.$"),
     ],
 )
 def test_bad_images_are_named(model, image, words):
@@ -209,3 +211,54 @@ def test_predict_verb(model, pixels, tmp_path, capsys):
         assert text.startswith("error: ")
         assert words in text
         assert len(text.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["resnet8_cifar", "pointer_lstm"])
+@pytest.mark.parametrize("share", ["all", "one"])
+def test_weights_that_became_nan_are_no_answer(pixels, tmp_path, capsys, name, share):
+    """A probability of NaN is no JSON, and a script would take it for an answer."""
+    model = va.create_model(name, **({"num_classes": 7, "img_size": 16} if name == "resnet8_cifar" else {}))
+    with torch.no_grad():
+        last = list(model.parameters())[-1].flatten()
+        (last if share == "all" else last[:1]).fill_(float("nan"))
+    folder = va.save_model(model, tmp_path / "model")
+    for letter in "ab":
+        Image.fromarray(pixels).save(tmp_path / f"{letter}.png")
+    out = tmp_path / "out.json"
+    call = ["predict", "--ckpt_path", str(folder), str(tmp_path / "a.png"), str(tmp_path / "b.png"), "--device", "cpu"]
+    assert main([*call, "--json", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "predictions are NaN" in error
+    assert "a.png" in error or name == "pointer_lstm"
+    assert len(error.splitlines()) <= 2
+    assert not out.exists()
+
+
+def test_hidden_files_of_a_folder_are_no_images(model, pixels, tmp_path):
+    """macOS puts a ``._cat.png`` beside a ``cat.png`` on a disk of another system."""
+    images = tmp_path / ".set" / "images"
+    for name in ("._cat.png", ".thumbnails/deep/cat.png", "cat.png", "deep/._dog.png", "deep/dog.png"):
+        path = images / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "/." in f"/{name}":
+            path.write_bytes(b"\0\5\x16\7 no image")
+        else:
+            Image.fromarray(pixels).save(path)
+    found = va.predict(model, images)
+    assert [result.source for result in found] == [str(images / "cat.png"), str(images / "deep" / "dog.png")]
+    (images / "deep" / "dog.png").unlink()
+    with pytest.raises(UserError, match="holds no images"):
+        va.predict(model, images / "deep")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_labels_that_standard_output_has_no_codes_for(model, pixels, tmp_path, encoding):
+    model.config["labels"] = ["猫", "köter", *LABELS[2:]]
+    folder = va.save_model(model, tmp_path / "model")
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    call = [sys.executable, "-m", "vision_attn", "predict", "--ckpt_path", str(folder), str(tmp_path / "a.png")]
+    call += ["--device", "cpu", "--topk", "7", "--json", "-"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(call, capture_output=True, env=environment, check=True)
+    (row,) = json.loads(done.stdout.decode(encoding))
+    assert sorted(one["label"] for one in row["topk"]) == sorted(model.config["labels"])

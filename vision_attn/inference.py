@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from vision_attn.data.images import EXTENSIONS, read_image, resize_and_crop, to_rgb
+from vision_attn.data.images import image_files, read_image, resize_and_crop, to_rgb
 from vision_attn.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def predict(
 
     Raises:
         UserError: a file is missing or broken, an array is no image, the model has no configuration, a number is out of
-            range.
+            range, or what the model says is NaN.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, dict) or not config.get("preprocess"):
@@ -173,20 +173,28 @@ def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tenso
     x = torch.stack([resize_and_crop(picture, size, crop, interpolation) for picture in pictures])
     x = x.float() / 255.0
     if config.get("args", {}).get("in_chans", 3) == 1:
-        x = (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)  # ITU-R 601 luma
+        x = luma(x)
     mean, std = (torch.tensor(settings[key], dtype=torch.float32)[:, None, None] for key in ("mean", "std"))
     return (x - mean) / std
+
+
+def luma(x: Tensor) -> Tensor:
+    """The brightness (…, 1, H, W) of RGB images (…, 3, H, W), as ITU-R 601 weighs the channels."""
+    return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(-3, keepdim=True)
 
 
 def _classify(
     model: nn.Module, pictures: Sequence[Image.Image], sources: Sequence[str], *, config: dict[str, Any], topk: int
 ) -> list[Classification]:
     """One forward pass over some pictures."""
+    from vision_attn.detection.postprocess import refuse_nan
+
     x = preprocess(pictures, config)  # (B, C, H, W)
     labels = config.get("labels")
     where = next(model.parameters())
     with torch.inference_mode():
         probabilities = model(x.to(where.device, where.dtype)).float().softmax(-1)  # (B, classes)
+    refuse_nan(probabilities.isfinite().all(1).tolist(), sources)
     classes = probabilities.shape[-1]
     if labels is not None and len(labels) != classes:
         raise UserError(f"The model has {classes} outputs, but its configuration names {len(labels)} labels.")
@@ -200,10 +208,13 @@ def _classify(
 
 def _sort(model: nn.Module, sources: Sequence[tuple[ImageLike, str]], config: dict[str, Any]) -> list[Pointed]:
     """All images as one sequence, in the order pointed at."""
+    from vision_attn.detection.postprocess import refuse_nan
+
     where = next(model.parameters())
     x = preprocess([_picture(image, source) for image, source in sources], config)  # (n, C, H, W)
     with torch.inference_mode():
         scores, order = model(x.to(where.device, where.dtype)).float().exp().max(-1)  # (n,) and (n,)
+    refuse_nan(scores.isfinite().tolist(), [f"step {step}" for step in range(len(scores))])
     steps = zip(order.tolist(), scores.tolist(), strict=True)
     return [Pointed(place, index, score, sources[index][1]) for place, (index, score) in enumerate(steps)]
 
@@ -224,7 +235,7 @@ def _expand(images: ImageLike | Iterable[ImageLike]) -> Iterator[tuple[ImageLike
     count = 0
     for item in [images] if single else images:  # type: ignore[union-attr,list-item]
         if isinstance(item, (str, Path)):
-            for path in _files(Path(item).expanduser()):
+            for path in image_files(Path(item).expanduser()):
                 yield path, str(path)
                 count += 1
             continue
@@ -233,16 +244,6 @@ def _expand(images: ImageLike | Iterable[ImageLike]) -> Iterator[tuple[ImageLike
         for member in members:
             yield member, f"image {count}"
             count += 1
-
-
-def _files(path: Path) -> list[Path]:
-    """The file itself, or the image files below a folder, sorted."""
-    if not path.is_dir():
-        return [path]
-    found = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-    if not found:
-        raise UserError(f"{path} holds no images ({' '.join(EXTENSIONS)}).")
-    return found
 
 
 def _picture(image: ImageLike, source: str) -> Image.Image:

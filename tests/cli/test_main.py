@@ -1,5 +1,6 @@
 """The dispatcher: help at once, unknown verbs, errors in one line."""
 
+import os
 import subprocess
 import sys
 import time
@@ -103,3 +104,20 @@ def test_arguments_arrive_without_debug(verb):
     verb(lambda argv: seen.append(argv) or 7)
     assert cli.main(["models", "a", "--debug", "--b"]) == 7
     assert seen == [["a", "--b"]]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "ascii:surrogateescape", "utf-8"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_no_character_ends_a_verb(encoding, stream):
+    """A log file in another encoding than the terminal's must not end a training of hours."""
+    code = (
+        "import sys, types; m = types.ModuleType('vision_attn.cli.models'); "
+        f"m.run = lambda argv: print('a ━ 猫 \\udce9 b', file=sys.{stream}); sys.modules[m.__name__] = m; "
+        "from vision_attn.cli.main import main; sys.exit(main(['models']))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    text = getattr(done, stream).decode(encoding.split(":")[0])
+    assert text.startswith("a ")
+    assert text.strip().endswith(" b")
+    assert ("━ 猫" in text) is (encoding == "utf-8")

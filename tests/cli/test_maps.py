@@ -174,11 +174,14 @@ def bomb(path):
         (["--queries", "0,3-2"], r"3-2 holds no number; write 2-3"),
         (["--flow", "maybe"], r"--flow maybe: choose auto, yes, no"),
         (["--data", "EMPTY"], r"holds no images"),
+        (["EMPTY"], r"holds no images"),
     ],
 )
 def test_a_wrong_call_writes_nothing(options, says, models, pictures, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    (tmp_path / "empty" / ".hidden" / "a.png").write_bytes((pictures / "p0.png").read_bytes())
+    (tmp_path / "empty" / "._a.png").write_bytes(b"no image")
     options = [o.replace("FILE", str(tmp_path / "file")).replace("EMPTY", str(tmp_path / "empty")) for o in options]
     call = ["maps", "--ckpt_path", models["vit"], "--output", str(tmp_path / "out"), str(pictures / "p0.png")]
     assert main([*call, *options]) == 2

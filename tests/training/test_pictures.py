@@ -1,10 +1,13 @@
 """Pictures are written for any number of classes, rows and mistakes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from PIL import Image
 
-from vision_attn.training import pictures
+from vision_attn.data import DetectionData
+from vision_attn.training import detection_pictures, pictures
 
 
 def size(path):
@@ -60,3 +63,31 @@ def test_no_window_and_no_global_state(tmp_path):
     before = dict(matplotlib.rcParams)
     pictures.learning_curves([], tmp_path / "curves.png")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_one_of_several_processes_looks_at_all_images(make_run, tmp_path, monkeypatch):
+    """The pictures are drawn by one process: its share of the images is not what their titles speak of."""
+    run = make_run(tmp_path)
+    monkeypatch.setattr("vision_attn.data.base.rank_and_world", lambda: (0, 2))
+    whole = run.data.split("val")
+    assert sum(len(batch["label"]) for batch in run.data.val_dataloader()) == len(whole) // 2
+    images, probabilities, truth = pictures.look(run.module, run.data, "cpu", 10_000)
+    assert len(images) == len(probabilities) == len(whole)
+    torch.testing.assert_close(truth, whole.labels, rtol=0, atol=0)
+
+
+def test_one_of_several_processes_looks_at_all_objects(write_coco, tmp_path, monkeypatch):
+    write_coco(tmp_path, {"train2017": 3, "val2017": 5})
+    data = DetectionData("coco", root=tmp_path, img_size=48)
+    monkeypatch.setattr("vision_attn.data.base.rank_and_world", lambda: (0, 2))
+    assert sum(len(batch["image_id"]) for batch in data.val_dataloader()) == 3
+
+    class Blind(torch.nn.Module):
+        model, max_detections = SimpleNamespace(config={}, classification="softmax"), 9
+
+        def forward(self, images, mask):
+            n = len(images)
+            return {"pred_logits": torch.zeros(n, 4, 4), "pred_boxes": torch.full((n, 4, 4), 0.5)}
+
+    found = detection_pictures.look(Blind(), data, "cpu", 1000)
+    assert found.images == 5

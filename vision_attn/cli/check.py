@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import make_parser, parse, write_json
 from vision_attn.cli.check_checkpoint import checkpoint
 from vision_attn.cli.check_data import data
 from vision_attn.cli.check_padding import padding
@@ -76,11 +74,7 @@ def attention(argv: list[str]) -> int:
         results += found
     print(_summary(results), file=show)
     if options.json:
-        text = json.dumps([dataclasses.asdict(result) for result in results], indent=1, ensure_ascii=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text, encoding="utf-8")
+        write_json([dataclasses.asdict(result) for result in results], options.json)
     return int(any(result.passed is False for result in results))
 
 

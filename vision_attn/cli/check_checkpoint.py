@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import make_parser, parse, write_json
 from vision_attn.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -138,8 +136,4 @@ def _report(opened: Opened, model: Any, what: str, results: list[Comparison], op
     if options.json:
         rows = [{**dataclasses.asdict(result), "holds": result.holds} for result in results]
         content = {"file": str(opened.path), "layout": title, "name": model.config["name"], "against": what}
-        text = json.dumps({**content, "results": rows}, indent=1, ensure_ascii=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text, encoding="utf-8")
+        write_json({**content, "results": rows}, options.json)

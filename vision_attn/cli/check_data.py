@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import make_parser, parse, write_json
 
 if TYPE_CHECKING:
     from vision_attn.data.checking import Part
@@ -40,11 +39,7 @@ def data(argv: list[str]) -> int:
     parts = check_path(Path(options.path).expanduser(), images)
     print("\n".join(report(parts)), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json:
-        text = json.dumps(content(options.path, parts), indent=1, ensure_ascii=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text, encoding="utf-8")
+        write_json(content(options.path, parts), options.json)
     return int(any(part.findings for part in parts))
 
 

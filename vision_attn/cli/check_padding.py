@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import make_parser, parse, write_json
 from vision_attn.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,10 +105,4 @@ def _report(movements: list[Movement], model: Any, what: str, options: Any) -> N
     print("\n".join(lines), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json:
         rows = [{**dataclasses.asdict(movement), "holds": movement.holds} for movement in movements]
-        text = json.dumps({"checkpoint": options.ckpt_path, "settings": rows}, indent=1, ensure_ascii=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            from vision_attn.atomic import atomic_write_text
-
-            atomic_write_text(options.json, text)
+        write_json({"checkpoint": options.ckpt_path, "settings": rows}, options.json)

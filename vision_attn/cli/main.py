@@ -8,6 +8,7 @@ It is imported only when it is used, so that ``--help`` answers at once. To add 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         0 when all is well, 1 when a check found something, 2 when the call was wrong, 128 + n after signal n.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _never_fail_to_print()
     debug = "--debug" in argv
     argv = [a for a in argv if a != "--debug"]
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -85,6 +87,13 @@ def _run(verb: str, argv: list[str], debug: bool) -> int:
     _share_cores()
     with quiet(enabled=not debug):
         return int(importlib.import_module(f"vision_attn.cli.{verb}").run(argv) or 0)
+
+
+def _never_fail_to_print() -> None:
+    """A character that a terminal or log file has no code for becomes a question mark: no reason to end a training."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def _share_cores() -> None:

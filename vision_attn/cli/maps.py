@@ -33,6 +33,7 @@ def run(argv: list[str]) -> int:
     options = _parse(argv)
     _check_output(Path(options.output))
     from vision_attn.checkpoints import load_model
+    from vision_attn.data.images import image_files
     from vision_attn.explain.views import Choice
     from vision_attn.inference import pick_device
 
@@ -46,13 +47,13 @@ def run(argv: list[str]) -> int:
         minutes=options.minutes,
         tell=lambda line: print(line, file=sys.stderr),
     )
-    files = _files(options.images)
+    files = [file for name in options.images for file in image_files(Path(name).expanduser())]
     if len(files) > MOST:
         raise UserError(
             f"{len(files)} images: a page holds {MOST} at most. Name fewer, and give the folder with --data for "
             "numbers over the set."
         )
-    more = _files([options.data])[: options.most] if options.data else []
+    more = image_files(Path(options.data).expanduser())[: options.most] if options.data else []
     device = pick_device(options.device)
     models = [load_model(path, device=device) for path in (options.ckpt_path, options.compare) if path]
     choices = [choice, dataclasses.replace(choice, layers="all", heads=None, queries=None)]
@@ -130,22 +131,6 @@ def _check_output(folder: Path) -> None:
         raise UserError(f"--output {folder}: {there} is a file; name a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"--output {folder}: {there} cannot be written to; name another folder.")
-
-
-def _files(images: Sequence[str]) -> list[Path]:
-    from vision_attn.data.images import EXTENSIONS
-
-    found: list[Path] = []
-    for name in images:
-        path = Path(name).expanduser()
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-        if not inside:
-            raise UserError(f"{path} holds no images ({' '.join(EXTENSIONS)}).")
-        found += inside
-    return found
 
 
 def _look(model: Any, files: Sequence[Path], more: Sequence[Path], choice: Choice) -> Insight:

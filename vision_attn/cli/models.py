@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import console, make_parser, parse, write_json
 from vision_attn.errors import UserError, closest
 
 if TYPE_CHECKING:
@@ -45,8 +43,7 @@ def run(argv: list[str]) -> int:
     if names == [pattern]:
         _show_one(found[0], options.json)
     elif options.json:
-        json.dump([_row(item) for item in found], sys.stdout, indent=2)
-        print()
+        write_json([_row(item) for item in found], "-")
     else:
         _show_table(found)
     return 0
@@ -63,13 +60,6 @@ def _row(item: Profile) -> dict[str, Any]:
     row = dataclasses.asdict(item)
     row.pop("parts")
     return row
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=NARROWEST, highlight=False)
 
 
 def count(number: int) -> str:
@@ -92,7 +82,7 @@ def _show_table(found: list[Profile]) -> None:
     for item in found:
         size = "x".join(map(str, item.img_size))
         table.add_row(item.name, item.family, count(item.params), count(item.macs), size)
-    _console().print(table)
+    console(NARROWEST).print(table)
 
 
 def _show_one(item: Profile, as_json: bool) -> None:
@@ -106,17 +96,16 @@ def _show_one(item: Profile, as_json: bool) -> None:
         "arguments": model_defaults(item.name) if ours else {},
     }
     if as_json:
-        json.dump({**dataclasses.asdict(item), **about}, sys.stdout, indent=2, default=str)
-        print()
+        write_json({**dataclasses.asdict(item), **about}, "-")
         return
     from rich.table import Table
 
-    console = _console()
-    console.print(f"[bold]{item.name}[/] ({item.family}): {about['description']}")
+    out = console(NARROWEST)
+    out.print(f"[bold]{item.name}[/] ({item.family}): {about['description']}")
     size = " x ".join(map(str, item.img_size))
     cost = f"{item.params:,} parameters, {count(item.macs)} MACs"
-    console.print(f"{cost} for one image of {size} pixels, {item.num_classes} classes")
-    console.print(f"source: {about['citation']}", soft_wrap=True)
+    out.print(f"{cost} for one image of {size} pixels, {item.num_classes} classes")
+    out.print(f"source: {about['citation']}", soft_wrap=True)
     parts = Table(title="parts", title_justify="left")
     for title in ("name", "kind", "output"):
         parts.add_column(title)
@@ -125,7 +114,7 @@ def _show_one(item: Profile, as_json: bool) -> None:
     for part in item.parts:
         shape = " x ".join(map(str, part.output)) if part.output else ""
         parts.add_row(part.name, part.kind, shape, f"{part.params:,}", count(part.macs))
-    console.print(parts)
+    out.print(parts)
     if about["arguments"]:
         arguments = Table(title="arguments (model.args in a recipe)", title_justify="left")
         arguments.add_column("name")
@@ -133,4 +122,4 @@ def _show_one(item: Profile, as_json: bool) -> None:
         for name, value in about["arguments"].items():
             if name not in ("num_classes", "in_chans"):
                 arguments.add_row(name, repr(value))
-        console.print(arguments)
+        out.print(arguments)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import console, make_parser, parse, write_json
 
 if TYPE_CHECKING:
     from vision_attn.inference import Classification, Pointed
@@ -60,7 +59,9 @@ def run(argv: list[str]) -> int:
 
     from vision_attn.checkpoints import load_model
     from vision_attn.inference import pick_device, predict
+    from vision_attn.training.memory import keep_freed_memory
 
+    keep_freed_memory()
     device = pick_device(options.device)
     model: Any = load_model(options.ckpt_path, device=device)
     task = str(model.config["task"])
@@ -87,18 +88,6 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def write_json(rows: list[dict[str, Any]], path: str, what: str) -> None:
-    """To a file, saying so on standard error, or to standard output (``-``)."""
-    text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    from vision_attn.atomic import atomic_write_text
-
-    atomic_write_text(path, text)
-    print(f"{what} written to {path}", file=sys.stderr)
-
-
 def _refuse_detection_options(options: Any, task: str) -> None:
     from vision_attn.errors import UserError
 
@@ -108,7 +97,6 @@ def _refuse_detection_options(options: Any, task: str) -> None:
 
 
 def _show(results: list[Classification] | list[Pointed]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -129,5 +117,4 @@ def _show(results: list[Classification] | list[Pointed]) -> None:
         else:
             others = ", ".join(f"{label} {100 * p:.1f} %" for label, p in result.topk[1:])
             table.add_row(Text(result.source), Text(result.label), probability, Text(others))
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(width=120, highlight=False)).print(table)
+    console().print(table)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vision_attn.cli.arguments import console, write_json
 from vision_attn.detection.inference import THRESHOLD, Detections, check_options
 from vision_attn.errors import UserError
 
@@ -62,8 +63,6 @@ def finish(results: list[Detections], prepared: Prepared, options: Any, classes:
     Raises:
         UserError: an image without an id in ``--annotations``, or a picture that would replace its original.
     """
-    from vision_attn.cli.predict import write_json
-
     sources = [Path(result.source) for result in results]
     # everything that can be refused comes first
     ids = image_ids(sources, prepared.ids) if options.json is not None else []
@@ -154,7 +153,6 @@ def draw(result: Detections, target: Path, classes: Sequence[str] | None) -> Non
 
 def show(results: Sequence[Detections], threshold: float) -> None:
     """A table with a line for each object."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -171,7 +169,6 @@ def show(results: Sequence[Detections], threshold: float) -> None:
         if not len(result):
             table.add_row(Text(result.source), Text(f"nothing above {threshold:g}", style="dim"), "", "")
     count = sum(map(len, results))
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=120, highlight=False)
-    console.print(table)
-    console.print(f"{count} object{'s' * (count != 1)} in {len(results)} image{'s' * (len(results) != 1)}")
+    out = console()
+    out.print(table)
+    out.print(f"{count} object{'s' * (count != 1)} in {len(results)} image{'s' * (len(results) != 1)}")

@@ -49,16 +49,19 @@ class SplitData(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """Validation batches; an empty list, which Lightning takes for "none", where there is no such split."""
-        return [] if self.split("val") is None else self._eval_loader("val")
+        return [] if self.split("val") is None else self._eval_loader("val", *rank_and_world())
 
     def test_dataloader(self) -> Any:
-        return self._eval_loader("test")
+        return self._eval_loader("test", *rank_and_world())
 
     def predict_dataloader(self) -> Any:
-        return self._eval_loader("test")
+        return self._eval_loader("test", *rank_and_world())
 
-    def _eval_loader(self, name: Split) -> Any:
-        rank, world = rank_and_world()
+    def whole_dataloader(self, name: Split) -> Any:
+        """Evaluation batches of all of a split in this process, whatever others there are: what one does alone."""
+        return self._eval_loader(name)
+
+    def _eval_loader(self, name: Split, rank: int = 0, world: int = 1) -> Any:
         return self.eval_loader(
             self._required(name),
             batch_size=self.eval_batch_size,

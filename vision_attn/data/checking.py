@@ -17,7 +17,7 @@ from vision_attn.data.coco_images import compare_with_files, image_folder_of, in
 from vision_attn.data.coco_table import CocoTable, fit_boxes, match_categories
 from vision_attn.data.findings import Finding, Findings, short_names
 from vision_attn.data.image_folder import refuse_other_splits
-from vision_attn.data.images import EXTENSIONS
+from vision_attn.data.images import files_below, is_image
 from vision_attn.data.verify import Verifier
 from vision_attn.errors import UserError
 
@@ -125,7 +125,7 @@ def _image_folder(file: Path) -> Path:
     roots = [own.parent, own] if own.name == "annotations" else [own, own.parent]
     for root in roots:
         folder = image_folder_of(root, file.absolute())
-        if folder != own or any(_is_image(entry) for entry in own.iterdir()):
+        if folder != own or any(is_image(entry) for entry in own.iterdir()):
             return folder
     return own
 
@@ -226,10 +226,9 @@ def check_class_folder(folder: Path, reference: Path) -> Part:
     empty: list[str] = []
     broken: list[str] = []
     for name in names:
-        files = [file for file in sorted((folder / name).rglob("*")) if file.is_file()]
-        files = [file for file in files if not file.name.startswith((".", "Thumbs.db"))]
-        images = [file for file in files if file.suffix.lower() in EXTENSIONS]
-        others += [os.path.relpath(file, folder) for file in files if file.suffix.lower() not in EXTENSIONS]
+        files = files_below(folder / name)
+        images = [file for file in files if is_image(file)]
+        others += [os.path.relpath(file, folder) for file in files if not is_image(file)]
         if not images:
             empty.append(name)
         decode = functools.partial(look_at, decode=True)
@@ -256,11 +255,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _has_image(folder: Path) -> bool:
-    return any(_is_image(file) for file in folder.rglob("*"))
-
-
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in EXTENSIONS
+    return any(is_image(file) for file in folder.rglob("*"))
 
 
 def _same_image_two_classes(part: Part, findings: Findings) -> None:

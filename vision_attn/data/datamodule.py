@@ -53,6 +53,9 @@ class ImageData(SplitData):
         drop_last: leave out the last training batch of an epoch when it is smaller than the others.
         channels_last: give images in the channels-last memory format.
         memory_limit_mb: image folders up to this many decoded megabytes are kept in memory.
+        verify_images: decode images too many for memory once before training, so that a damaged file is found then and
+            not hours later. The first start takes 6 ms of one core for a JPEG of 640 x 480, all cores at work; what was
+            whole is remembered in ``verified`` under the data root, until a file changes.
 
     Attributes:
         num_classes, labels, in_chans, img_size, preprocess: known at once, before any pixel is read.
@@ -84,6 +87,7 @@ class ImageData(SplitData):
         drop_last: bool = False,
         channels_last: bool = False,
         memory_limit_mb: int = 1024,
+        verify_images: bool = True,
     ) -> None:
         super().__init__()
         _check("batch_size", batch_size, batch_size >= 1, "at least 1")
@@ -97,7 +101,7 @@ class ImageData(SplitData):
         crop_pct, interpolation = _cropping(crop_pct, interpolation)
         self.name, self.batch_size, self.eval_batch_size = name, batch_size, eval_batch_size
         self.fraction, self.max_images, self.num_workers = fraction, max_images, num_workers
-        self.seed, self.drop_last = seed, drop_last
+        self.seed, self.drop_last, self.verify_images = seed, drop_last, verify_images
         self.augment = replace(augment)
         options = SourceOptions(
             root=root,
@@ -131,6 +135,10 @@ class ImageData(SplitData):
 
     def prepare_data(self) -> None:
         self.source.prepare()
+        if self.source.any_size and self.verify_images:
+            # by one process of each machine: the others find which files are whole
+            state = None if self.trainer is None else self.trainer.state.fn
+            self.setup("fit" if state is None else state.value)
 
     def setup(self, stage: str | None = None) -> None:
         """Read what a stage needs and no more: ``fit`` does not touch the test images."""
@@ -149,6 +157,8 @@ class ImageData(SplitData):
             if name == "train" and data is not None:
                 rows = subset_rows(data.labels, data.ids, self.fraction, self.max_images, self.seed)
                 data = data if rows is None else data.take(rows)
+            if data is not None and self.verify_images:
+                self.source.verify(data)
             self._splits[name] = data
             self.data_hash = hash_sets([part for _, part in sorted(self._splits.items()) if part is not None])
         return self._splits[name]

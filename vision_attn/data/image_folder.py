@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from vision_attn.data.images import EXTENSIONS, read_image, resize_and_crop
+from vision_attn.data.images import files_below, is_image, read_image, resize_and_crop
 from vision_attn.data.sets import MemorySet, StreamedSet
 from vision_attn.data.sources import (
     IMAGENET_MEAN,
@@ -19,9 +22,10 @@ from vision_attn.data.sources import (
     Source,
     SourceOptions,
     Split,
-    hold_out,
+    data_root,
     register_source,
 )
+from vision_attn.data.verify import Verifier
 from vision_attn.errors import UserError, closest
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
@@ -33,12 +37,14 @@ class ImageFolder(Source):
     """``root/train/<class>/...``, ``root/val/<class>/...`` and ``root/test/<class>/...``, or ``root/<class>/...``.
 
     Without ``val`` a tenth of the training images, or ``val_fraction`` of them, is held out. Without ``train``, ``val``
-    and ``test`` the images are split 70 / 15 / 15. Both splits are balanced over classes and never change. Classes
-    are the folders of the training images, in alphabetical order; images may lie in folders below them.
+    and ``test`` the images are split 70 / 15 / 15. Where an image goes is decided by its path below ``root``
+    (:func:`hold_out_by_path`), whatever the seed: files that are added leave the others where they are. Classes are the
+    folders of the training images, in alphabetical order; images may lie in folders below them. What is hidden (a name
+    that begins with a dot) is not looked at.
 
     Every image is resized to cover ``img_size / crop_pct`` (224 x 224 and 1 by default) and ``img_size`` is cut out of
-    its middle. Folders that fit in memory are decoded once, when they are opened, which finds files that cannot be
-    read; larger ones are decoded as they are needed.
+    its middle. Folders that fit in memory are decoded once, when they are opened; larger ones are decoded as they are
+    needed, and once before (``verify_images``), so that files that cannot be read are found then.
 
     Raises:
         UserError: no root, no class folders, folders that look like splits but are not called ``train``, ``val`` and
@@ -97,16 +103,27 @@ class ImageFolder(Source):
         share = self.options.val_fraction
         if self.flat:
             paths, labels = self._files["train"]
-            rest, test = hold_out(labels, 0.15)
-            kept, val = hold_out(labels[rest], 0.15 / 0.85 if share is None else share)
-            return paths, labels, {"train": rest[kept], "val": rest[val], "test": test}[split]
+            rest, test = self._hold_out("test", torch.arange(len(paths)), 0.15)
+            kept, val = self._hold_out("val", rest, 0.15 / 0.85 if share is None else share)
+            return paths, labels, {"train": kept, "val": val, "test": test}[split]
         if split in self._files and (split != "train" or "val" in self._files):
             return *self._files[split], None
         if split == "test":
             return [], torch.empty(0, dtype=torch.int64), None
         paths, labels = self._files["train"]
-        kept, val = hold_out(labels, 0.1 if share is None else share)
+        kept, val = self._hold_out("val", torch.arange(len(paths)), 0.1 if share is None else share)
         return paths, labels, kept if split == "train" else val
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The training images below ``root``, the same wherever that lies."""
+        return [Path(path).relative_to(self.root).as_posix() for path in self._files["train"][0]]
+
+    def _hold_out(self, split: Literal["val", "test"], rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        """Those of the ``rows`` of training images that are kept, and those that are held out."""
+        names = [self._names[row] for row in rows.tolist()]
+        held = hold_out_by_path(names, self._files["train"][1][rows], share, split)
+        return rows[~held], rows[held]
 
     def load(self, split: Split) -> MemorySet | StreamedSet | None:
         paths, labels, rows = self._rows(split)
@@ -137,6 +154,47 @@ class ImageFolder(Source):
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(decode, range(len(paths))))
         return MemorySet(images, labels, ids)
+
+    def verify(self, data: MemorySet | StreamedSet) -> None:
+        if not isinstance(data, StreamedSet):
+            return  # decoded already
+        paths = [os.path.abspath(path) for path in data.paths]
+        headers = Verifier(data_root(None) / "verified", decode=True).look(paths, Path(os.path.abspath(self.root)))
+        bad = [f"{path}: {h.error}" for path, h in zip(data.paths, headers, strict=True) if h.error is not None]
+        if bad:
+            raise UserError(
+                f"{len(bad):,} of {len(data):,} images cannot be read: {_few(bad)}. Replace them, or delete "
+                "them and start a new run."
+            )
+
+
+def hold_out_by_path(paths: Sequence[str], labels: Tensor, share: float, purpose: str) -> Tensor:
+    """Which images to hold out, each by a hash of its own path, so that no image moves when others are added.
+
+    The numbers held out are those of independent draws: near ``share``, not exactly it. Two rules mend what chance does
+    to a handful of images: a class of which an image at least is due, or the whole set, is not left without any, and
+    training keeps an image of each class. Only where they apply can an added image move another one.
+
+    Args:
+        paths: of N images, relative to the set's folder, with forward slashes.
+        labels: (N,) int64.
+        share: of the images to hold out, 0...1.
+        purpose: makes draws of different splits independent.
+
+    Returns:
+        (N,) bool.
+    """
+    bits = [hashlib.blake2b(f"{purpose}:{path}".encode(errors="surrogateescape"), digest_size=6) for path in paths]
+    draw = torch.tensor([int.from_bytes(one.digest(), "big") / (1 << 48) for one in bits], dtype=torch.float64)
+    held = draw < share
+    classes = [(labels == label).nonzero()[:, 0] for label in labels.unique()]
+    for rows in (*classes, torch.arange(len(paths))):
+        if share * len(rows) >= 1 and not held[rows].any():
+            held[rows[draw[rows].argmin()]] = True
+    for rows in classes:
+        if share < 1 and held[rows].all():
+            held[rows[draw[rows].argmax()]] = False
+    return held
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -176,11 +234,9 @@ def refuse_other_splits(root: Path) -> None:
 
 def _images_below(folder: Path) -> list[str]:
     """Image files below ``folder``, sorted; others are counted and named in a warning."""
-    files = sorted(
-        entry for entry in folder.rglob("*") if entry.is_file() and not entry.name.startswith((".", "Thumbs.db"))
-    )
-    images = [str(entry) for entry in files if entry.suffix.lower() in EXTENSIONS]
-    others = [entry for entry in files if entry.suffix.lower() not in EXTENSIONS]
+    files = files_below(folder)
+    images = [str(file) for file in files if is_image(file)]
+    others = [file for file in files if not is_image(file)]
     if others:
         warnings.warn(f"{folder}: {len(others)} file(s) are not images, such as {others[0].name}.", stacklevel=4)
     return images

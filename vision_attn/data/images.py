@@ -41,9 +41,43 @@ def read_image(path: str | Path) -> Image.Image:
         with Image.open(path) as picture:
             picture.load()
             return to_rgb(ImageOps.exif_transpose(picture))
+    except FileNotFoundError as error:
+        raise UserError(f"Cannot read the image {path}: no such file. Check its name.") from error
     except Exception as error:  # a damaged file can fail in every way there is
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error) or type(error).__name__
-        raise UserError(f"Cannot read the image {path}: {reason}. Replace or delete it.") from error
+        reason = str(error) or type(error).__name__
+        raise UserError(f"Cannot read the image {path}: {reason}. Replace it, or leave it out.") from error
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files in a folder and those below it, sorted, but for what systems and tools keep there for themselves.
+
+    That is whatever is hidden, files as folders: ``.ipynb_checkpoints`` holds older copies of images, and ``._cat.jpg``
+    what macOS knows of ``cat.jpg``. The folder itself may be hidden, or lie in one that is.
+    """
+    found = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(where, name) for name in names if not name.startswith((".", "Thumbs.db"))]
+    return sorted(path for path in found if path.is_file())
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file's name says that it is an image."""
+    return path.suffix.lower() in EXTENSIONS
+
+
+def image_files(path: Path) -> list[Path]:
+    """The file itself, or the images of :func:`files_below` a folder.
+
+    Raises:
+        UserError: the folder holds none.
+    """
+    if not path.is_dir():
+        return [path]
+    found = [file for file in files_below(path) if is_image(file)]
+    if not found:
+        raise UserError(f"{path} holds no images ({' '.join(EXTENSIONS)}).")
+    return found
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:

@@ -96,7 +96,8 @@ class StreamedSet(Dataset):
         try:
             picture = image_files.read_image(self.paths[row])
         except UserError as error:
-            return error
+            begun = " A run that has begun can only be resumed with as many images." if epoch >= 0 else ""
+            return UserError(f"{error}{begun}")
         if epoch >= 0 and self.resized_crop:
             streams = (Stream.RESIZED_AREA, Stream.RESIZED_ASPECT, Stream.RESIZED_Y, Stream.RESIZED_X)
             draw = uniforms(self.seed, epoch, self.ids[row : row + 1], streams)[0].tolist()

@@ -181,6 +181,7 @@ class SortingData(ImageData):
             seed=seed,
             download=download,
             memory_limit_mb=memory_limit_mb,
+            verify_images=False,  # what fits in memory is decoded anyway
         )
         self.lengths, self.eval_lengths = (int(lengths[0]), int(lengths[1])), tuple(map(int, eval_lengths))
         self.sequences, self.eval_sequences = sequences, eval_sequences
@@ -209,8 +210,7 @@ class SortingData(ImageData):
             shuffle=not getattr(self.trainer, "overfit_batches", 0),
         )
 
-    def _eval_loader(self, name: Split) -> Any:
-        rank, world = rank_and_world()
+    def _eval_loader(self, name: Split, rank: int = 0, world: int = 1) -> Any:
         return SequenceEvalLoader(
             self.sequences_of(name),
             lengths=self.eval_lengths[:1] if name == "val" else self.eval_lengths,

@@ -84,6 +84,16 @@ class Source(ABC):
     def load(self, split: Split) -> MemorySet | StreamedSet | None:
         """One split; None where the set has none."""
 
+    def verify(self, data: MemorySet | StreamedSet) -> None:  # noqa: B027 - most sources hold no files
+        """Decode what :meth:`load` left to be decoded later, once.
+
+        Args:
+            data: a split of this source, or a subset of one.
+
+        Raises:
+            UserError: naming the files that cannot be read.
+        """
+
 
 SOURCES: dict[str, type[Source]] = {}
 

@@ -254,12 +254,12 @@ def draw_all(run: Any, module: Any, data: Any, device: torch.device | str = "cpu
 
 @torch.no_grad()
 def look(module: Any, data: Any, device: torch.device | str, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first validation images, ``limit`` or a few more, with what the model says about them.
+    """The first validation images, ``limit`` or a few more, with what the model says about them; by this process alone.
 
     Returns:
         (N, 3, H, W) uint8 images, (N, classes) probabilities and (N,) true classes.
     """
-    loader = data.val_dataloader()
+    loader = data.whole_dataloader("val")
     was_training = module.training
     module.eval().to(device)
     images, probabilities, truth, seen = [], [], [], 0
