@@ -29,7 +29,7 @@ import vision_attn as va
 from vision_attn.attention.kernel_table import cpu_capability, cpu_name
 from vision_attn.benchmarking import interleaved
 from vision_attn.data import AugmentConfig, ImageData
-from vision_attn.training.classifier import is_cnn
+from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.memory import keep_freed_memory
 
 Batch = dict[str, Tensor]
@@ -80,10 +80,10 @@ def make_step(model: torch.nn.Module, source: Iterator[Batch], dtype: torch.dtyp
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: seconds per step on ready tensors, with the pipeline, and of the pipeline alone."""
     model = va.create_model(name, num_classes=10, img_size=32).train()
-    cnn = is_cnn(model)
-    if cnn:
+    channels_last = prefers_channels_last(model)
+    if channels_last:
         model.to(memory_format=torch.channels_last)
-    data = make_data(options.augment, options.batch, cnn)
+    data = make_data(options.augment, options.batch, channels_last)
     ready = itertools.cycle(list(itertools.islice(batches(data), 8)))
     source = batches(data)
     dtype = getattr(torch, options.dtype)

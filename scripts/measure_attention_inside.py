@@ -9,10 +9,30 @@ half of its attention inside the ground-truth box, enlarged by half. Beside it w
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
 
 from vision_attn.checkpoints import load_model
+from vision_attn.cli.evaluate import checkpoint_augmenter, take_size
 from vision_attn.data.detection import DetectionData
+from vision_attn.data.sources import Split
 from vision_attn.explain.inside import attention_inside
+
+
+def first_images(
+    model: Any, name: str, root: str | None, split: Split, count: int
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """The first images of a split without padding, as the model was trained to see them, and their targets."""
+    size = SimpleNamespace(img_size=None, max_size=1333, resize=None)
+    take_size(size, model.config["preprocess"], "detection")
+    data = DetectionData(name=name, root=root, **vars(size))
+    data.augmenter = checkpoint_augmenter(model, data)
+    data.prepare_data()
+    batch = data.sample_batch(count, augmented=False, split=split)
+    sizes = [target["size"].tolist() for target in batch["targets"]]
+    return [image[:, :h, :w] for image, (h, w) in zip(batch["image"], sizes, strict=True)], batch["targets"]
 
 
 def main() -> None:
@@ -21,18 +41,12 @@ def main() -> None:
     parser.add_argument("--ckpt_path", required=True)
     parser.add_argument("--name", default="digit_scenes")
     parser.add_argument("--root")
-    parser.add_argument("--split", default="val")
+    parser.add_argument("--split", default="val", choices=["train", "val", "test"])
     parser.add_argument("--images", type=int, default=200)
     options = parser.parse_args()
-    data = DetectionData(name=options.name, root=options.root, eval_batch_size=options.images)
-    data.prepare_data()
-    data.setup("test" if options.split == "test" else "fit")
-    loader = data.test_dataloader() if options.split == "test" else data.val_dataloader()
-    batch = data.on_after_batch_transfer(next(iter(loader)))
-    targets = batch["targets"]
-    sizes = [target["size"].tolist() for target in targets]
-    images = [image[:, :h, :w] for image, (h, w) in zip(batch["image"], sizes, strict=True)]
-    found = attention_inside(load_model(options.ckpt_path), images, targets)
+    model: Any = load_model(options.ckpt_path)
+    images, targets = first_images(model, options.name, options.root, options.split, options.images)
+    found = attention_inside(model, images, targets)
     print(
         f"{len(found.uniform)} correct detections in {len(images)} images; everywhere alike: {found.uniform.mean():.2f}"
     )

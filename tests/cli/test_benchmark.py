@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vision_attn import benchmarking
 from vision_attn.attention import KERNELS, Request, kernel_table
 from vision_attn.benchmarking import CANDIDATES, interleaved, matrix_share
 from vision_attn.cli.main import main
+from vision_attn.training import memory
 
 TINY = ["--dtype", "float32", "--lengths", "[5,7]", "--batch", "2", "--heads", "3", "--width", "4", "--rounds", "1"]
 
@@ -80,6 +82,14 @@ def test_measuring_alone_keeps_nothing(capsys: pytest.CaptureFixture[str], tmp_p
     assert section["device"] == kernel_table.device_key("cpu")
     assert section["threads"] == torch.get_num_threads()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_length_finds_memory_at_hand_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: order.append("kept"))
+    monkeypatch.setattr(benchmarking, "interleaved", lambda *a, **k: order.append("timed") or {"explicit": 1.0})
+    assert main(["benchmark", "kernels", *TINY, "--measure"]) == 0
+    assert order[:2] == ["kept", "timed"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_shell_patterns(capsys):
         (["attention", "--ids", "20,777"], "--ids 777: no certificate has that id"),
         (["attention", "--ids", ","], "no certificate has that id"),
         (["attention", "--kernal", "sdpa"], "Did you mean --kernel?"),
-        (["attention", "--ids", "2", "--json", "/no/such/folder/a.json"], "/no/such/folder/a.json"),
+        (["attention", "--ids", "2", "--json", "/dev/null/a.json"], "/dev/null"),
     ],
 )
 def test_wrong_calls_are_told_in_a_line(capsys, arguments, says):

@@ -287,6 +287,8 @@ def classes(tmp_path: Path) -> Path:
 
 
 def test_class_folders(classes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (classes / "train" / "a" / ".ipynb_checkpoints").mkdir()  # training does not look there either
+    shutil.copy(classes / "train" / "a" / "1.png", classes / "train" / "a" / ".ipynb_checkpoints" / "1-checkpoint.png")
     assert check(classes) == 0
     assert check(classes / "train") == 0
     (classes / "train" / "c").mkdir()

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
 from PIL import Image
 
 import vision_attn as va
+from vision_attn.cli.evaluate import OF_A_RUN, reset_trainer
 from vision_attn.cli.main import main
 
 VIT = {"patch_size": 8, "embed_dim": 12, "depth": 1, "num_heads": 3}
@@ -82,3 +85,38 @@ def test_as_many_other_classes_are_refused(folder, capsys, verb):
 def test_the_right_classes_are_evaluated(folder, capsys, verb, stage):
     assert call(verb, folder / "right", folder / "data") == 0
     assert f"{stage}/acc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [(), ("--trainer.devices", "2"), ("--trainer.strategy.class_path=DDPStrategy",)])
+def test_where_a_run_was_trained_and_its_limits_are_forgotten(given):
+    run = {
+        "devices": 8,
+        "num_nodes": 2,
+        "strategy": Namespace(class_path="DDPStrategy"),
+        "fast_dev_run": 3,
+        "overfit_batches": 4,
+        **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), 0.2),
+    }
+    trainer = Namespace(**run)
+    reset_trainer(trainer, ["--ckpt_path", "x", *given])
+    fresh = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    kept = {name for name in run if trainer[name] == run[name]}
+    assert kept == {word.split(".")[1] for word in given if word.startswith("--trainer.")}
+    assert set(run) == set(OF_A_RUN)
+    again = Trainer(
+        **{name: trainer[name] for name in OF_A_RUN if name not in kept},
+        **{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
+    )
+    assert (again.num_devices, again.limit_val_batches, again.fast_dev_run, again.overfit_batches) == (
+        fresh.num_devices,
+        1.0,
+        False,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_images_of_other_channels_are_refused(folder, capsys, verb, tmp_path):
+    model = va.create_model("vit_tiny_patch16_224", num_classes=3, img_size=16, in_chans=4, **VIT)
+    assert call(verb, va.save_model(model, tmp_path / "four"), folder / "data") == 2
+    assert "takes images of 4 channels, those of the data set 'image_folder' have 3" in capsys.readouterr().err

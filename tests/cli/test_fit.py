@@ -13,7 +13,9 @@ import torch
 import yaml
 from PIL import Image
 
+import vision_attn as va
 from vision_attn.cli.main import main
+from vision_attn.data import ImageData
 
 RECIPE = """
 task: classification
@@ -81,6 +83,38 @@ def test_validate_gives_the_accuracy_of_the_run(finished, capsys):
     )
 
 
+def test_an_evaluation_is_of_the_whole_split_however_little_the_run_looked_at(recipe, capsys):
+    limits = ["--trainer.limit_val_batches", "0.5", "--trainer.limit_test_batches=1"]
+    argv = ["fit", "--config", recipe, "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu"]
+    assert main([*argv, "--data.eval_batch_size", "40", "--watch_attention", "false", *limits]) == 0
+    run = "runs/small/0"
+    said = {}
+    for verb, options in (
+        ("validate", []),
+        ("test", []),
+        ("test", ["--trainer.limit_test_batches", "2"]),
+        ("validate", ["--trainer.limit_val_batches=0.5"]),
+        ("validate", ["--trainer.fast_dev_run", "true"]),
+    ):
+        capsys.readouterr()
+        assert main([verb, "--ckpt_path", run, *options]) == 0
+        first, *lines = capsys.readouterr().out.splitlines()
+        accuracy = next(line.split()[1] for line in lines if "/acc" in line)
+        said[" ".join([verb, *options])] = (re.search(r"on (.+) images of digits", first)[1], float(accuracy))
+    seen = [images for images, _ in said.values()]
+    assert seen == ["270 val", "270 test", "78 of 270 test", "117 of 270 val", "39 of 270 val"]
+    model = va.load_model(run)
+    data = ImageData("digits")
+    data.prepare_data()
+    scans = data.split("val")
+    batch = data.on_after_batch_transfer({**scans.batch(torch.arange(270))})
+    with torch.no_grad():
+        right = (model.eval()(batch["image"]).argmax(1) == batch["label"]).float()
+    assert said["validate"][1] == pytest.approx(float(right.mean()), abs=1e-4)
+    of_half = json.loads(Path(run, "summary.json").read_text())["val/acc"]
+    assert said["validate --trainer.limit_val_batches=0.5"][1] == pytest.approx(of_half, abs=1e-4)
+
+
 def test_a_saved_configuration_repeats_the_run(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["fit", "--config", str(finished / "config.yaml"), "--trainer.default_root_dir", str(tmp_path)]) == 0
@@ -129,7 +163,15 @@ MISTAKES = [
     (["--task", "clasification"], "unknown task 'clasification'. Did you mean classification"),
     (["--ckpt_path", "last"], "nothing to resume"),
     (["--ckpt_path", "none.ckpt"], "no such checkpoint"),
-    (["--model.args.patch_size", "3"], "3"),
+    (["--model.args.patch_size", "3"], "patch_size"),
+    (["--model.args.img_size", "64"], "model.args.img_size cannot be set, it comes from data.img_size"),
+    (["--model.args.num_classes", "3"], "model.args.num_classes cannot be set, it comes from the data"),
+    (["--model.args.attention", "{score: dot}"], "model.args.attention cannot be set, it comes from model.attention"),
+    (["--model.args.name", "vit"], "model.args.name cannot be set, it comes from model.name"),
+    (["--model.args.in_chans", "1"], "model.args.in_chans is 1, but the images of every data set have 3 channels"),
+    (["--model.name", "dn_detr_tiny"], "dn_detr_tiny is a model for detection, not for classification"),
+    (["--model.name", "dn_detr_tiny", "--model.args", "{}"], "dn_detr_tiny is a model for detection, not for class"),
+    (["--model.name", "pointer_lstm"], "pointer_lstm is a model for sorting, not for classification"),
 ]
 
 

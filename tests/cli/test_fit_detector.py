@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 
+import vision_attn as va
 from vision_attn.cli.main import main
+from vision_attn.layers.resnet import ResNet
 from vision_attn.training import fitting
 from vision_attn.training.run_folder import read_metrics
 
@@ -145,6 +149,39 @@ def test_a_budget_ends_a_run_in_time(folder, tmp_path, monkeypatch, capsys):
     assert (run / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("backbone", ["timm:test_resnet", "resnet18"])
+def test_a_resumed_run_needs_no_weights_of_its_backbone(folder, tmp_path, monkeypatch, backbone):
+    """They are in the checkpoint; what follows from their having been given stays as it was."""
+    monkeypatch.setattr(fitting, "draw", lambda *args: None)
+    options, file = {"widths": [8, 8, 8, 8]}, tmp_path / "backbone.pth"
+    whole = (
+        timm.create_model("test_resnet") if "timm" in backbone else ResNet((2, 2, 2, 2), bottleneck=False, **options)
+    )
+    torch.save(whole.state_dict(), file)
+    text = (folder / "small.yaml").read_text().replace("args: {", f"args: {{backbone: '{backbone}', ")
+    if "timm" not in backbone:
+        text = text.replace("args: {", f"args: {{backbone_options: {options}, ")
+    (tmp_path / "small.yaml").write_text(text.replace("args: {", f"args: {{backbone_weights: {file}, "))
+    argv = ["fit", "--config", str(tmp_path / "small.yaml"), "--trainer.default_root_dir", str(tmp_path)]
+    assert main([*argv, "--trainer.max_epochs", "1"]) == 0
+    run = tmp_path / "small" / "0"
+
+    def state():
+        content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+        return {k: v for k, v in content["state_dict"].items() if k.startswith("model.backbone.")}
+
+    before = state()
+    file.unlink()
+    assert main([*argv, "--trainer.max_epochs", "2", "--ckpt_path", "last"]) == 0
+    after, norms = state(), [key for key in before if "running_" in key]
+    assert norms
+    assert after.keys() == before.keys()
+    torch.testing.assert_close([after[key] for key in norms], [before[key] for key in norms], rtol=0, atol=0)
+    assert any(not torch.equal(after[key], before[key]) for key in after)  # it did train
+    assert not [m for m in va.load_model(run).modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert str(file) in (run / "config.yaml").read_text()
+
+
 def test_two_processes_train_and_evaluate_together(folder, tmp_path, capsys):
     """Five validation images, three and two: their average precision is what one process finds."""
     argv = [sys.executable, "-m", "vision_attn", "fit", "--config", str(folder / "small.yaml")]
@@ -162,7 +199,7 @@ def test_two_processes_train_and_evaluate_together(folder, tmp_path, capsys):
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     run = tmp_path / "small" / "0"
-    assert main(["validate", "--ckpt_path", str(run), "--trainer.devices", "1", "--trainer.strategy", "auto"]) == 0
+    assert main(["validate", "--ckpt_path", str(run)]) == 0  # in one process, whatever the run was trained on
     got, expected = printed(capsys.readouterr().out), summary(run)
     for key in ("val/ap", "val/ap50", "val/ar_100"):
         assert got[key] == pytest.approx(expected[key], abs=1e-4)
@@ -174,8 +211,10 @@ def test_two_processes_train_and_evaluate_together(folder, tmp_path, capsys):
         (["--model.criterion.loss", "softmax"], "criterion.loss softmax does not fit a sigmoid head"),
         (["--model.criterion.cost_bbox", "-1"], "criterion.cost_bbox must not be negative"),
         (["--model.criterion.cost_box", "1"], "Did you mean model.criterion.cost_bbox"),
+        (["--model.args.num_classes", "2"], "model.args.num_classes cannot be set, it comes from the data"),
+        (["--model.args.in_chans", "1"], "images of every data set have 3 channels"),
         (["--model.lr_backbone", "-1"], "lr_backbone must not be negative"),
-        (["--model.name", "resnet20_cifar"], "is a model for classification and finds no boxes"),
+        (["--model.name", "resnet20_cifar"], "is a model for classification, not for detection"),
     ],
 )
 def test_mistakes_are_one_message(folder, tmp_path, options, says, capsys):

@@ -73,8 +73,19 @@ def test_predict_and_test_see_the_same_pixels(verb, limit, pictures, checkpoint,
     images, shown, data = fed(monkeypatch, verb, checkpoint, *folder)
     config = json.loads((checkpoint / "config.json").read_text())
     torch.testing.assert_close(images, preprocess(shown, config))
-    assert images.shape == (3, 3, 13, 17)
+    assert images.shape == (len(shown), 3, 13, 17)
     assert (data.preprocess["crop_pct"], data.preprocess["interpolation"]) == (0.7, "bicubic")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_one_channel_sees_brightness(pictures, tmp_path, monkeypatch):
+    model = va.create_model("resnet8_cifar", num_classes=2, img_size=(13, 17), in_chans=1, width=5)
+    model.config["preprocess"] |= {"mean": [0.4], "std": [0.2]}
+    model.config["labels"] = ["cat", "dog"]
+    folder = ["--data.name", "image_folder", "--data.root", str(pictures)]
+    images, shown, _ = fed(monkeypatch, "test", va.save_model(model, tmp_path / "grey"), *folder)
+    torch.testing.assert_close(images, preprocess(shown, model.config))
+    assert images.shape == (3, 1, 13, 17)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -97,7 +108,7 @@ def test_images_of_one_size_are_not_cut(tmp_path, monkeypatch):
     model = va.create_model("resnet8_cifar", num_classes=10, img_size=(13, 17), width=5)
     model.config["preprocess"] |= SETTINGS
     seen: list[Any] = []
-    monkeypatch.setattr(evaluate, "_report", lambda verb, path, model, data, results: seen.append(data))
+    monkeypatch.setattr(evaluate, "_report", lambda verb, path, model, data, *_: seen.append(data))
     path = va.save_model(model, tmp_path / "model")
     assert main(["test", "--ckpt_path", str(path), "--data.name", "digits", "--trainer.accelerator", "cpu"]) == 0
     assert seen[0].img_size == (13, 17)

@@ -107,7 +107,7 @@ def test_a_data_set_without_a_split_is_refused(tmp_path):
 
 def test_images_that_are_read_from_files_give_the_same_subsets(tmp_path):
     for number in range(60):
-        path = tmp_path / "ab"[number % 2] / f"{number:02}.png"
+        path = tmp_path / "abc"[number % 3] / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (9, 9), (number, 0, 0)).save(path)
     choice = DataChoice("image_folder", root=str(tmp_path), img_size=8)

@@ -24,6 +24,8 @@ def small(name: str, **more):
     args = {"num_classes": CLASSES, "img_size": 16}
     if "patch_size" in defaults:
         args |= {"img_size": (2 * defaults["patch_size"], 3 * defaults["patch_size"])}
+    elif defaults["img_size"] == 224:  # strides of 16: a single token would leave nothing to choose
+        args |= {"img_size": 48}
     if "depth" in defaults and "embed_dim" in defaults:
         args |= {"depth": 3, "embed_dim": 16 * defaults["num_heads"]}
     if "depths" in defaults:

@@ -121,7 +121,9 @@ def test_wrong_calls_of_test_are_explained(finished, capsys, tmp_path, argv, wor
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "resnet8_cifar"}, "resnet8_cifar is a model for classification and cannot sort.*pointer_lstm"),
+        ({"name": "resnet8_cifar"}, "resnet8_cifar is a model for classification, not for sorting.*pointer_lstm"),
+        ({"name": "dn_detr_tiny"}, "dn_detr_tiny is a model for detection, not for sorting.*pointer_lstm"),
+        ({"args": {"img_size": 9}}, "model.args.img_size cannot be set, it comes from data.img_size"),
         ({"args": {"depht": 3}}, "no argument 'depht'.*depth"),
         ({"attention": AttentionConfig(normalizer="sampled")}, "straight_through"),
     ],

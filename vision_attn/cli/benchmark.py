@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from vision_attn.atomic import atomic_write_text
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import console, make_parser, parse, write_json
 from vision_attn.cli.benchmark_attention import attention
 from vision_attn.errors import UserError, closest
 
@@ -69,11 +67,10 @@ def kernels(argv: list[str]) -> int:
         section["source"] = str(path)
     section = _filtered(section, options.dtype, options.lengths)
     if options.json == "-":
-        json.dump(section, sys.stdout, indent=1)
-        print()
+        write_json(section, "-")
         return 0
     if options.json:
-        atomic_write_text(options.json, json.dumps(section, indent=1) + "\n")
+        write_json(section, options.json)
     _show(section)
     return 0
 
@@ -98,7 +95,9 @@ def _measure(options: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from vision_attn.benchmarking import LENGTHS, measure_kernels
+    from vision_attn.training.memory import keep_freed_memory
 
+    keep_freed_memory()  # as training does: else the first lengths pay for pages that later ones find at hand
     kind = options.device.split(":")[0]
     if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise UserError(f"--device {options.device}: this machine has no such device that PyTorch can use")
@@ -141,11 +140,9 @@ def _filtered(section: dict[str, Any], dtype: str | None, lengths: list[int] | N
 
 
 def _show(section: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=NARROWEST, highlight=False)
+    out = console(NARROWEST)
     names = sorted({k for cell in section["cells"].values() for times in cell.values() for k in times})
     about = [section["device"], section.get("hardware"), f"torch {section.get('torch')}"]
     if section.get("threads"):
@@ -163,5 +160,5 @@ def _show(section: dict[str, Any]) -> None:
             shown = [f"{times[k]:.3g}" if k in times else "" for k in names]
             table.add_row(*name.split(), n, *shown, best, f"{max(times.values()) / times[best]:.2f}")
         table.add_section()
-    console.print(table)
-    console.print(f"source: {section.get('source', 'measured now; --save keeps it')}", soft_wrap=True)
+    out.print(table)
+    out.print(f"source: {section.get('source', 'measured now; --save keeps it')}", soft_wrap=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from vision_attn.cli.arguments import make_parser, parse
+from vision_attn.cli.arguments import console, make_parser, parse
 from vision_attn.errors import UserError, closest
 
 NARROWEST = 110  # columns, where the output is no terminal: nothing is cut off
@@ -111,21 +110,19 @@ def _mechanisms(text: str | None, known: list[str]) -> list[str]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from vision_attn import attention_report
 
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(width=NARROWEST, highlight=False, file=sys.stdout)
-    console.print(attention_report.title(result["setting"]), soft_wrap=True)
+    out = console(NARROWEST)
+    out.print(attention_report.title(result["setting"]), soft_wrap=True)
     for caption, head, body in attention_report.tables(result):
         table = Table()
         for i, name in enumerate(head):
             table.add_column(name, justify="right" if i else "left")
         for row in body:
             table.add_row(*row)
-        console.print(f"\n{caption}", soft_wrap=True)  # not as its title, which would be broken to its width
-        console.print(table)
+        out.print(f"\n{caption}", soft_wrap=True)  # not as its title, which would be broken to its width
+        out.print(table)
     for note in attention_report.notes(result):
-        console.print(f"not measured: {note}", soft_wrap=True)
+        out.print(f"not measured: {note}", soft_wrap=True)

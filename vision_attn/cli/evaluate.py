@@ -7,10 +7,17 @@ whatever the data set's own size and statistics are; what the user says of size 
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 from vision_attn.errors import UserError
+
+OF_A_RUN = (
+    *("devices", "num_nodes", "strategy"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "fast_dev_run", "overfit_batches"),
+)
+"""Options of the trainer that say where a model was trained, and how little of its data was looked at meanwhile."""
 
 
 def evaluate(verb: str, argv: list[str]) -> int:
@@ -29,6 +36,7 @@ def evaluate(verb: str, argv: list[str]) -> int:
     from vision_attn.checkpoints import load_model
     from vision_attn.checkpoints.hub import is_hub_name
     from vision_attn.cli.parsing import Command, option_value, recipes_to_paths
+    from vision_attn.training.memory import keep_freed_memory
     from vision_attn.training.run_folder import run_of_checkpoint
 
     path = option_value(argv, "--ckpt_path")
@@ -51,25 +59,30 @@ def evaluate(verb: str, argv: list[str]) -> int:
     if model.config["task"] != config.task:
         raise UserError(f"{path} is a model for {model.config['task']}, not for {config.task}: leave out --task")
     take_size(config.data, model.config["preprocess"], config.task)
-    reset_trainer(config.trainer)
+    reset_trainer(config.trainer, argv)
+    keep_freed_memory()
     command.build_without_model()
     data = command.datamodule
     check_fit(model, data, str(path))
     data.augmenter = checkpoint_augmenter(model, data)
-    results, evaluation = _run(command, verb, model, data)
+    results, evaluation, seen = _run(command, verb, model, data)
     if command.trainer.is_global_zero:
-        _report(verb, str(path), model, data, results)
+        _report(verb, str(path), model, data, results, seen)
         if evaluation is not None:
             _report_detections(verb, evaluation, results)
     return 0
 
 
-def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, float], Any]:
-    """The numbers, and a detector's whole evaluation."""
-    trainer = command.build_trainer(enable_checkpointing=False, enable_progress_bar=False)
+def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, float], Any, int | None]:
+    """The numbers, a detector's whole evaluation, and where a limit left some out, how many images were looked at."""
+    from vision_attn.cli.counting import Counter
+
+    counter = Counter()
+    trainer = command.build_trainer(callbacks=[counter], enable_checkpointing=False, enable_progress_bar=False)
     module = command.task.module_class().from_model(model, **evaluation_settings(command.config.model))
     run = trainer.validate if verb == "validate" else trainer.test
-    return dict(run(module, datamodule=data, verbose=False)[0]), getattr(module, "evaluation", None)
+    results = dict(run(module, datamodule=data, verbose=False)[0])
+    return results, getattr(module, "evaluation", None), counter.images if counter.limited else None
 
 
 def evaluation_settings(options: Any) -> dict[str, Any]:
@@ -102,8 +115,21 @@ def refuse_classes(path: Path) -> None:
         todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
 
 
-def reset_trainer(trainer: Any) -> None:
-    """Forget the settings of a training configuration that an evaluation must not repeat (logs, limits of a run)."""
+def reset_trainer(trainer: Any, argv: list[str]) -> None:
+    """Forget the settings of a training configuration that an evaluation must not repeat.
+
+    Args:
+        trainer: the configuration; logs, the length of a run, its devices and its limits are reset.
+        argv: the command line, whose devices and limits stand.
+    """
+    from lightning.pytorch import Trainer
+
+    defaults = inspect.signature(Trainer.__init__).parameters
+    options = (word.split("=")[0].split(".") for word in argv if word.startswith("--trainer."))
+    given = {option[1] for option in options}  # the strategy's own options mean that it stays
+    for name in OF_A_RUN:
+        if name not in given:
+            trainer[name] = defaults[name].default
     trainer.logger, trainer.callbacks, trainer.profiler, trainer.default_root_dir = False, None, None, None
     trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches = 1, -1, 1
 
@@ -129,11 +155,17 @@ def take_size(data: Any, preprocess: dict[str, Any], task: str) -> None:
 
 
 def checkpoint_augmenter(model: Any, data: Any) -> Any:
-    """Normalization with the statistics the checkpoint was trained with."""
+    """Normalization with the statistics the checkpoint was trained with, of brightness where it has one channel."""
     from vision_attn.data import AugmentConfig, Augmenter
+    from vision_attn.inference import luma
+
+    class Grey(Augmenter):
+        def normalize(self, images: Any) -> Any:
+            return super().normalize(luma(images.float()))
 
     preprocess = model.config["preprocess"]
-    return Augmenter(
+    kind = Grey if len(preprocess["mean"]) == 1 else Augmenter
+    return kind(
         AugmentConfig(), mean=preprocess["mean"], std=preprocess["std"], num_classes=data.num_classes, seed=data.seed
     )
 
@@ -142,8 +174,13 @@ def check_fit(model: Any, data: Any, path: str) -> None:
     """Refuse a checkpoint and data that cannot belong together.
 
     Raises:
-        UserError: another number of classes, or other classes.
+        UserError: another number of classes, or other classes; images of two channels, or of more than three.
     """
+    channels = len(model.config["preprocess"]["mean"])
+    if channels not in (1, data.in_chans):  # one: brightness
+        raise UserError(
+            f"{path} takes images of {channels} channels, those of the data set {data.name!r} have {data.in_chans}."
+        )
     labels, ids = model.config.get("labels"), model.config.get("category_ids")
     if ids is not None:
         check_categories(ids, labels, data, path)
@@ -181,9 +218,10 @@ def check_categories(ids: list[int], labels: list[str] | None, data: Any, path: 
             )
 
 
-def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float]) -> None:
+def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float], images: int | None = None) -> None:
     stage = "val" if verb == "validate" else "test"
     seen = data.describe(stage) if hasattr(data, "describe") else f"{len(data.split(stage)):,} {stage} images"
+    seen = seen if images is None else f"{images:,} of {seen}"
     print(f"{model.config['name']} ({path}) on {seen} of {data.name}")
     names = [name for name in sorted(results) if "/ap_nms" not in name]  # they are explained below
     width = max(map(len, names))
@@ -193,13 +231,11 @@ def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, floa
 
 def _report_detections(verb: str, evaluation: Any, results: dict[str, float] | None = None) -> None:
     """The classes, and what non-maximum suppression would change (in ``results`` already, after a test)."""
-    from rich.console import Console
-
+    from vision_attn.cli.arguments import console
     from vision_attn.detection.report import class_table, nms_beside
 
     stage = "val" if verb == "validate" else "test"
     known = {name.removeprefix(f"{stage}/"): value for name, value in (results or {}).items() if "/ap_nms" in name}
     for name, value in (known or nms_beside(evaluation)).items():
         print(f"{stage}/{name}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(width=120, highlight=False)).print(class_table(evaluation))
+    console().print(class_table(evaluation))

@@ -178,8 +178,8 @@ class Command(LightningCLI):
 
 DESCRIPTIONS = {
     "fit": "Train a model by a recipe. Every option of a recipe can be given here too, e.g. --model.optimizer.lr 1e-3.",
-    "validate": "Accuracy of a checkpoint on the validation split.",
-    "test": "Accuracy of a checkpoint on the test split.",
+    "validate": "Accuracy or average precision of a checkpoint on the validation split.",
+    "test": "Accuracy or average precision of a checkpoint on the test split.",
 }
 
 
