@@ -58,6 +58,20 @@ def test_shipped_table_names_kernels_and_dtypes_that_exist() -> None:
             assert all(set(times) <= set(KERNELS) for times in cell.values())
 
 
+def test_shipped_times_are_plausible() -> None:
+    """Forward takes less than forward and backward, no mask hardly more than a mask: else the machine was not ready."""
+    for section in kernel_table.read_sections(kernel_table.SHIPPED):
+        cells = section["cells"]
+        for name, by_length in cells.items():
+            for length, times in by_length.items():
+                for kernel, time in times.items():
+                    where = (section["device"], name, length, kernel)
+                    assert (
+                        time < 0.9 * cells[name.replace("forward", "training")][length][kernel] or "training" in name
+                    ), where
+                    assert time < 1.5 * cells[name.replace("plain", "mask")][length][kernel], where
+
+
 def test_every_request_gets_an_able_kernel_and_always_the_same() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     for device, dtype, training, n, (mask, bias), dropout, able in itertools.product(

@@ -32,6 +32,13 @@ def test_help_imports_nothing_heavy():
         assert f"'{name}'" not in result.stdout
 
 
+def test_the_package_is_imported_at_once():
+    code = "import sys, vision_attn; dir(vision_attn); print(sorted(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in ("torch", "lightning", "numpy", "PIL"):
+        assert f"'{name}'" not in result.stdout
+
+
 def test_help_is_quick():
     times = []
     for _ in range(3):

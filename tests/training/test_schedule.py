@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 
 from vision_attn.training.schedule import anneal, lr_factor_by_budget, lr_factor_by_step
 
@@ -66,3 +67,19 @@ def test_steps_drop_where_they_are_asked_to():
     assert lr_factor_by_step(400, 500, **twice, floor=0.1) == pytest.approx(0.1)
     assert lr_factor_by_budget(0.85, 9, **shape) == pytest.approx(0.1)
     assert lr_factor_by_step(10**6, math.inf, **shape) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "limits"), [(1, {}), (2, {}), (4, {}), (2, {"max_steps": 7}), (4, {"max_steps": 8})]
+)
+def test_a_run_follows_the_schedule_of_its_optimizer_steps(make_run, tmp_path, accumulate, limits):
+    seen = []
+
+    class Rates(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            seen.append(optimizer.param_groups[0]["lr"] / optimizer.param_groups[0]["peak_lr"])
+
+    run = make_run(tmp_path, accumulate_grad_batches=accumulate, callbacks=[Rates()], **limits).fit()
+    steps = min(3 * math.ceil(11 / accumulate), limits.get("max_steps", 1000))
+    assert run.module.total_steps == run.trainer.global_step == len(seen) == steps
+    assert seen == pytest.approx([lr_factor_by_step(step, steps, 0.2, "cosine") for step in range(steps)])
