@@ -66,12 +66,10 @@ def kernels(argv: list[str]) -> int:
         kernel_table.load()
         section["source"] = str(path)
     section = _filtered(section, options.dtype, options.lengths)
-    if options.json == "-":
-        write_json(section, "-")
-        return 0
     if options.json:
         write_json(section, options.json)
-    _show(section)
+    if options.json != "-":
+        _show(section)
     return 0
 
 

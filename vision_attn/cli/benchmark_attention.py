@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from vision_attn.cli.arguments import console, make_parser, parse
+from vision_attn.atomic import atomic_write_text
+from vision_attn.cli.arguments import console, make_parser, parse, write_json
 from vision_attn.errors import UserError, closest
 
 NARROWEST = 110  # columns, where the output is no terminal: nothing is cut off
@@ -81,8 +81,8 @@ def attention(argv: list[str]) -> int:
             changes={name: getattr(options, name) for name in CHANGES if getattr(options, name) is not None},
             progress=lambda text: status.update(f"measuring {text}"),
         )
-    (folder / "attention.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(attention_report.markdown(result), encoding="utf-8")
+    write_json(result, str(folder / "attention.json"))
+    atomic_write_text(folder / "table.md", attention_report.markdown(result))
     attention_report.draw(result, folder / "attention.png")
     _show(result)
     print(f"wrote {folder / 'table.md'}, {folder / 'attention.json'} and {folder / 'attention.png'}")

@@ -30,11 +30,12 @@ def run(argv: list[str]) -> int:
     options = parse(parser, argv)
 
     from vision_attn.models import list_models
+    from vision_attn.models.backbones import is_timm
     from vision_attn.models.profile import profile
 
     pattern, names = options.pattern, list_models(options.pattern)
     if names != [pattern] and not any(c in pattern for c in "*?["):
-        names = [pattern] if _is_timm(pattern) else list_models(f"*{pattern}*")
+        names = [pattern] if is_timm(pattern) else list_models(f"*{pattern}*")
     if not names:
         raise UserError(f"no model matches {pattern!r}.{closest(pattern, list_models())}")
     if options.img_size and names != [pattern]:
@@ -47,13 +48,6 @@ def run(argv: list[str]) -> int:
     else:
         _show_table(found)
     return 0
-
-
-def _is_timm(name: str) -> bool:
-    """Whether timm has a model of exactly this name (whose CNNs can be built; the rest is refused with a reason)."""
-    import timm
-
-    return timm.is_model(name.split(".")[0])
 
 
 def _row(item: Profile) -> dict[str, Any]:

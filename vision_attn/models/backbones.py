@@ -219,7 +219,7 @@ def make_backbone(
     given = dict(options or {})
     timms = name.removeprefix("timm:")
     own = _is_own(name)
-    if not own and not _is_timm(timms):
+    if not own and not is_timm(timms):
         known = [*LIGHT, *RESNETS, *list_models("vit*"), *list_models("swin*")]
         raise UserError(f"unknown backbone {name!r}.{closest(name, known)} It may be one of timm's, too.")
     try:
@@ -252,7 +252,8 @@ def _in_zoo(name: str) -> bool:
     return name.startswith(("vit", "swin")) and name in list_models(task="classification")
 
 
-def _is_timm(name: str) -> bool:
+def is_timm(name: str) -> bool:
+    """Whether timm has a model of exactly this name, a tag of weights after a dot aside."""
     import timm
 
     return timm.is_model(name.split(".")[0])
