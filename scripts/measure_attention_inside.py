@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from vision_attn.checkpoints import load_model
-from vision_attn.cli.evaluate import checkpoint_augmenter, take_size
+from vision_attn.cli.evaluate import augmenter_of, take_size
 from vision_attn.data.detection import DetectionData
 from vision_attn.data.sources import Split
 from vision_attn.explain.inside import attention_inside
@@ -28,7 +28,7 @@ def first_images(
     size = SimpleNamespace(img_size=None, max_size=1333, resize=None)
     take_size(size, model.config["preprocess"], "detection")
     data = DetectionData(name=name, root=root, **vars(size))
-    data.augmenter = checkpoint_augmenter(model, data)
+    data.augmenter = augmenter_of(model, data)
     data.prepare_data()
     batch = data.sample_batch(count, augmented=False, split=split)
     sizes = [target["size"].tolist() for target in batch["targets"]]

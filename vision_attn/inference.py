@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from vision_attn.data.images import image_files, read_image, resize_and_crop, to_rgb
+from vision_attn.data.luma import luma
 from vision_attn.errors import UserError
 
 if TYPE_CHECKING:
@@ -176,11 +177,6 @@ def preprocess(pictures: Sequence[Image.Image], config: dict[str, Any]) -> Tenso
         x = luma(x)
     mean, std = (torch.tensor(settings[key], dtype=torch.float32)[:, None, None] for key in ("mean", "std"))
     return (x - mean) / std
-
-
-def luma(x: Tensor) -> Tensor:
-    """The brightness (…, 1, H, W) of RGB images (…, 3, H, W), as ITU-R 601 weighs the channels."""
-    return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(-3, keepdim=True)
 
 
 def _classify(

@@ -315,6 +315,13 @@ def test_class_folders(classes: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "kinds of mistakes" in captured.err
 
 
+def test_a_folder_of_hidden_images_alone_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paint(tmp_path / "a" / ".ipynb_checkpoints" / "1-checkpoint.png", 1)
+    paint(tmp_path / "b" / "._1.png", 2)
+    assert check(tmp_path) == 2
+    assert "holds neither COCO files" in capsys.readouterr().err
+
+
 def test_wrong_calls(tmp_path: Path, clean: Any, capsys: pytest.CaptureFixture[str]) -> None:
     root, train, val = clean
     write(root, "train", train)

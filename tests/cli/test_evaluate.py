@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +88,13 @@ def test_the_right_classes_are_evaluated(folder, capsys, verb, stage):
     assert f"{stage}/acc" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given", [(), ("--trainer.devices", "2"), ("--trainer.strategy.class_path=DDPStrategy",)])
+@pytest.mark.parametrize(
+    "given",
+    [(), ("--trainer.accelerator", "cuda"), ("--trainer.devices", "2"), ("--trainer.strategy.class_path=DDPStrategy",)],
+)
 def test_where_a_run_was_trained_and_its_limits_are_forgotten(given):
     run = {
+        "accelerator": "cuda",
         "devices": 8,
         "num_nodes": 2,
         "strategy": Namespace(class_path="DDPStrategy"),
@@ -99,20 +104,39 @@ def test_where_a_run_was_trained_and_its_limits_are_forgotten(given):
     }
     trainer = Namespace(**run)
     reset_trainer(trainer, ["--ckpt_path", "x", *given])
-    fresh = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     kept = {name for name in run if trainer[name] == run[name]}
     assert kept == {word.split(".")[1] for word in given if word.startswith("--trainer.")}
     assert set(run) == set(OF_A_RUN)
     again = Trainer(
-        **{name: trainer[name] for name in OF_A_RUN if name not in kept},
+        **{name: trainer[name] for name in OF_A_RUN if name not in {*kept, "accelerator"}},
         **{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
     )
-    assert (again.num_devices, again.limit_val_batches, again.fast_dev_run, again.overfit_batches) == (
-        fresh.num_devices,
-        1.0,
-        False,
-        0.0,
-    )
+    assert (again.num_devices, again.limit_val_batches, again.fast_dev_run, again.overfit_batches) == (1, 1.0, False, 0)
+
+
+def test_settings_that_the_user_has_named_stand():
+    """A whole section on the command line, or a configuration by ``--config``: only a run's own is forgotten."""
+    run = dict.fromkeys(OF_A_RUN, 0.5) | {"devices": 8, "limit_test_batches": 0.2, "accelerator": "cpu"}
+    trainer = Namespace(**run)
+    reset_trainer(trainer, [], keep=True)
+    assert {name: trainer[name] for name in run} == run
+    trainer = Namespace(**run)
+    reset_trainer(trainer, ["--trainer", "{limit_test_batches: 0.2}"])
+    assert (trainer.devices, trainer.accelerator, trainer.limit_test_batches) == (1, "auto", 0.2)
+    trainer = Namespace(**run)
+    reset_trainer(trainer, ["--trainer=trainer.yaml"])
+    assert {name: trainer[name] for name in run} == run
+
+
+@pytest.mark.parametrize(("verb", "split"), [("validate", "val"), ("test", "test")])
+def test_no_image_to_look_at(folder, capsys, verb, split, tmp_path):
+    assert call(verb, folder / "right", folder / "data", f"--trainer.limit_{split}_batches", "0") == 2
+    assert f"--trainer.limit_{split}_batches" in capsys.readouterr().err
+    shutil.copytree(folder / "data" / "train", tmp_path / "data" / "train")
+    assert call(verb, folder / "right", tmp_path / "data", "--data.val_fraction", "0") == 2
+    error = capsys.readouterr().err.strip()
+    assert f"has no {split} images" in error
+    assert len(error.splitlines()) <= 2
 
 
 @pytest.mark.parametrize("verb", ["validate", "test"])

@@ -47,6 +47,20 @@ def batch(epoch: int = 2) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("size", [B, 2003])  # the second is taken in pieces
+def test_statistics_of_one_channel_are_those_of_brightness(size: int) -> None:
+    gray = Augmenter(AugmentConfig(flip=True, erase=0.25), mean=(0.4,), std=(0.2,), num_classes=CLASSES)
+    pixels = torch.randint(0, 256, (size, 1, H, W), dtype=torch.uint8)
+    colours = pixels.expand(-1, 3, -1, -1).contiguous()
+    torch.testing.assert_close(gray.normalize(colours), (pixels / 255 - 0.4) / 0.2)
+    weighed = torch.tensor([299, 587, 114])[:, None, None]
+    other = torch.randint(0, 256, (size, 3, H, W), dtype=torch.uint8)
+    expected = ((other * weighed).sum(1, keepdim=True) / 255000 - 0.4) / 0.2
+    torch.testing.assert_close(gray.normalize(other), expected)
+    sample = {"image": colours, "label": torch.zeros(size, dtype=torch.int64), "index": torch.arange(size), "epoch": 1}
+    assert gray.train(sample)["image"].shape == (size, 1, H, W)
+
+
 @pytest.mark.parametrize("kwargs", EVERYTHING.values(), ids=EVERYTHING)
 def test_every_sample_is_augmented_the_same_in_any_batch(kwargs: dict[str, Any]) -> None:
     whole = batch()

@@ -139,6 +139,23 @@ def test_samples_are_what_the_hooks_hand_to_the_model(tmp_path, who):
     assert not any(trains != mode for trains, mode in (module if data is None else data).seen)
 
 
+def test_samples_are_the_first_of_all_images_not_of_a_share(tmp_path):
+    class Data(HookedData):
+        """Its loaders give this process its share; ``whole_dataloader`` gives it everything."""
+
+        def split(self, name):
+            return self if name == "val" else None
+
+        def whole_dataloader(self, name):
+            return ((images + 10, labels) for images, labels in loader())
+
+    data = Data()
+    data.seen = []
+    watch = AttentionWatch(images=3, draw=False)
+    train(tmp_path, watch, Anybody(), epochs=1, data=data)
+    torch.testing.assert_close(watch.samples["image"], (next(iter(loader()))[0][:3] + 11) * 2)
+
+
 @pytest.mark.parametrize(
     "make", [lambda x, y: (y, {"pixels": x}), lambda x, y: {"label": y, "picture": x}, lambda x, y: x]
 )

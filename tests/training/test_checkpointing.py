@@ -48,6 +48,30 @@ def test_a_signal_at_any_time_saves_the_newest_step(tmp_path, make_run, number, 
     assert again.trainer.global_step == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "fine"),
+    [
+        ({"val_check_interval": 4}, True),
+        ({"val_check_interval": 3}, False),
+        ({"val_check_interval": 11}, True),  # an epoch, at whose end what is left is made a step
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, False),  # an epoch has 11 batches
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None, "limit_train_batches": 10}, True),
+        ({"val_check_interval": "00:00:01:00"}, False),
+        ({"check_val_every_n_epoch": 2}, True),
+    ],
+)
+def test_no_validation_between_batches_of_one_step(tmp_path, make_run, options, fine):
+    """It saves, and gradients that wait for the next batch are in no checkpoint."""
+    run = make_run(tmp_path, accumulate_grad_batches=2, max_epochs=2, **options)
+    if fine:
+        run.fit()
+        assert run.checkpoint()["global_step"] == 2 * (5 if "limit_train_batches" in options else 6)
+        return
+    with pytest.raises(UserError, match="as a multiple of 2 batches"):
+        run.fit()
+    assert not (run.folder.path / "checkpoints" / "last.ckpt").exists()
+
+
 # -- the last epoch ----------------------------------------------------------------------------------
 
 

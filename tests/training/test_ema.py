@@ -52,6 +52,23 @@ def test_average_by_hand(tmp_path, make_run, config):
     torch.testing.assert_close(current, trace.steps[-1], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_averages_of_other_weights_than_float32_are_refused(tmp_path, make_run, precision):
+    run = make_run(tmp_path, ema={"decay": 0.9}, precision=precision, max_epochs=1)
+    with pytest.raises(UserError, match=rf"float32, not --trainer.precision {precision}.*--ema.decay 0"):
+        run.fit()
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_the_average_lies_where_the_run_takes_place(tmp_path, make_run):
+    """Lightning makes it before it moves the module there."""
+    run = make_run(tmp_path, ema={"decay": 0.9}, max_epochs=1)
+    run.trainer.strategy._root_device = torch.device("meta")
+    (average,) = [callback for callback in run.trainer.callbacks if isinstance(callback, EMA)]
+    average.setup(run.trainer, run.module, "fit")
+    assert {p.device.type for p in average._average_model.parameters()} == {"meta"}
+
+
 def test_broken_off_validation_puts_the_training_weights_back(tmp_path, make_run):
     trace = Trace()
 

@@ -53,6 +53,8 @@ def test_latest_run_needs_a_checkpoint(tmp_path):
     for number in (2, 10):
         (tmp_path / "digits_vit" / str(number) / "checkpoints" / "last.ckpt").touch()
     assert latest_run(tmp_path, "digits_vit").name == "10"
+    (tmp_path / "digits_vit" / "11" / "checkpoints" / "last.ckpt").mkdir()  # what processes that share weights save
+    assert latest_run(tmp_path, "digits_vit").name == "11"
     with pytest.raises(UserError, match=r"nothing to resume.*digits_vi.*Did you mean digits_vit"):
         latest_run(tmp_path, "digits_vi")
     with pytest.raises(UserError, match="nothing to resume"):

@@ -14,7 +14,7 @@ from typing import Any
 from vision_attn.errors import UserError
 
 OF_A_RUN = (
-    *("devices", "num_nodes", "strategy"),
+    *("accelerator", "devices", "num_nodes", "strategy"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "fast_dev_run", "overfit_batches"),
 )
 """Options of the trainer that say where a model was trained, and how little of its data was looked at meanwhile."""
@@ -44,12 +44,14 @@ def evaluate(verb: str, argv: list[str]) -> int:
     if path is None and not {"-h", "--help"} & set(argv):
         raise UserError(f"{verb} needs --ckpt_path: a .ckpt, a folder with model.safetensors, or a foreign checkpoint")
     model: Any = None
+    chosen: str | None = None
     if path is not None:
         if not Path(path).exists() and not is_hub_name(path):
             raise UserError(f"--ckpt_path: no such checkpoint: {path}")
         model = load_model(path, name=option_value(argv, "--model.name"))
         run_folder = run_of_checkpoint(path)
-        if option_value(argv, "--config") is None and option_value(argv, "-c") is None:
+        chosen = option_value(argv, "--config") or option_value(argv, "-c")
+        if chosen is None:
             if run_folder is not None:
                 refuse_classes(run_folder / "config.yaml")
             task = ["--task", model.config["task"]]  # which decides what options there are
@@ -59,12 +61,12 @@ def evaluate(verb: str, argv: list[str]) -> int:
     if model.config["task"] != config.task:
         raise UserError(f"{path} is a model for {model.config['task']}, not for {config.task}: leave out --task")
     take_size(config.data, model.config["preprocess"], config.task)
-    reset_trainer(config.trainer, argv)
+    reset_trainer(config.trainer, argv, keep=chosen is not None)
     keep_freed_memory()
     command.build_without_model()
     data = command.datamodule
     check_fit(model, data, str(path))
-    data.augmenter = checkpoint_augmenter(model, data)
+    data.augmenter = augmenter_of(model, data)
     results, evaluation, seen = _run(command, verb, model, data)
     if command.trainer.is_global_zero:
         _report(verb, str(path), model, data, results, seen)
@@ -74,15 +76,23 @@ def evaluate(verb: str, argv: list[str]) -> int:
 
 
 def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, float], Any, int | None]:
-    """The numbers, a detector's whole evaluation, and where a limit left some out, how many images were looked at."""
+    """The numbers, a detector's whole evaluation, and where a limit left some out, how many images were looked at.
+
+    Raises:
+        UserError: there are no images to look at.
+    """
     from vision_attn.cli.counting import Counter
 
     counter = Counter()
     trainer = command.build_trainer(callbacks=[counter], enable_checkpointing=False, enable_progress_bar=False)
     module = command.task.module_class().from_model(model, **evaluation_settings(command.config.model))
     run = trainer.validate if verb == "validate" else trainer.test
-    results = dict(run(module, datamodule=data, verbose=False)[0])
-    return results, getattr(module, "evaluation", None), counter.images if counter.limited else None
+    found = run(module, datamodule=data, verbose=False)
+    if not found:
+        stage = "val" if verb == "validate" else "test"
+        data._required(stage)
+        raise UserError(f"no image was looked at: give --trainer.limit_{stage}_batches at least 1")
+    return dict(found[0]), getattr(module, "evaluation", None), counter.images if counter.limited else None
 
 
 def evaluation_settings(options: Any) -> dict[str, Any]:
@@ -115,21 +125,28 @@ def refuse_classes(path: Path) -> None:
         todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
 
 
-def reset_trainer(trainer: Any, argv: list[str]) -> None:
+def reset_trainer(trainer: Any, argv: list[str], keep: bool = False) -> None:
     """Forget the settings of a training configuration that an evaluation must not repeat.
 
     Args:
-        trainer: the configuration; logs, the length of a run, its devices and its limits are reset.
-        argv: the command line, whose devices and limits stand.
+        trainer: the configuration; logs, the length of a run, its hardware and its limits are reset. One device does
+            it, unless more are asked for.
+        argv: the command line, whose hardware and limits stand.
+        keep: so do those of the configuration, which the user has named.
     """
+    import yaml
     from lightning.pytorch import Trainer
 
-    defaults = inspect.signature(Trainer.__init__).parameters
+    from vision_attn.cli.parsing import option_value
+
+    defaults = {name: each.default for name, each in inspect.signature(Trainer.__init__).parameters.items()}
     options = (word.split("=")[0].split(".") for word in argv if word.startswith("--trainer."))
     given = {option[1] for option in options}  # the strategy's own options mean that it stays
-    for name in OF_A_RUN:
+    whole = yaml.safe_load(option_value(argv, "--trainer") or "{}")
+    given |= set(whole if isinstance(whole, dict) else OF_A_RUN)
+    for name in () if keep else OF_A_RUN:
         if name not in given:
-            trainer[name] = defaults[name].default
+            trainer[name] = 1 if name == "devices" else defaults[name]
     trainer.logger, trainer.callbacks, trainer.profiler, trainer.default_root_dir = False, None, None, None
     trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches = 1, -1, 1
 
@@ -154,20 +171,13 @@ def take_size(data: Any, preprocess: dict[str, Any], task: str) -> None:
         data.img_size, data.resize = size, preprocess["resize"]
 
 
-def checkpoint_augmenter(model: Any, data: Any) -> Any:
-    """Normalization with the statistics the checkpoint was trained with, of brightness where it has one channel."""
+def augmenter_of(model: Any, data: Any) -> Any:
+    """Normalization with the statistics that the checkpoint was trained with."""
     from vision_attn.data import AugmentConfig, Augmenter
-    from vision_attn.inference import luma
-
-    class Grey(Augmenter):
-        def normalize(self, images: Any) -> Any:
-            return super().normalize(luma(images.float()))
 
     preprocess = model.config["preprocess"]
-    kind = Grey if len(preprocess["mean"]) == 1 else Augmenter
-    return kind(
-        AugmentConfig(), mean=preprocess["mean"], std=preprocess["std"], num_classes=data.num_classes, seed=data.seed
-    )
+    statistics = {key: preprocess[key] for key in ("mean", "std")}
+    return Augmenter(AugmentConfig(), num_classes=data.num_classes, seed=data.seed, **statistics)
 
 
 def check_fit(model: Any, data: Any, path: str) -> None:

@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
         if not stop.requested:
             raise
         what = "stopped at once; an earlier state is saved"
-        return _say_how_to_resume(argv, trainer, _last_saved(run_folder), stop.exit_code, what)
+        return _say_how_to_resume(argv, trainer, run_folder.last_checkpoint, stop.exit_code, what)
 
     def plain_trainer() -> Any:
         return command.build_trainer(enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
         )
     except KeyboardInterrupt:
         what = "training is over and saved; what comes after was interrupted"
-        return _say_how_to_resume(argv, trainer, _last_saved(run_folder), 130, what)
+        return _say_how_to_resume(argv, trainer, run_folder.last_checkpoint, 130, what)
     if trainer.is_global_zero:
         _report(run_folder.path, summary)
     return 0
@@ -103,7 +103,7 @@ def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | N
         folder = latest_run(root, recipe)
         return str(folder / "checkpoints" / "last.ckpt"), folder
     path = Path(ckpt_path)
-    if path.is_dir() and (path / "checkpoints" / "last.ckpt").is_file():
+    if path.is_dir() and (path / "checkpoints" / "last.ckpt").exists():
         path = path / "checkpoints" / "last.ckpt"
     if not path.exists():
         raise UserError(f"--ckpt_path: no such checkpoint: {path}")
@@ -155,12 +155,6 @@ def check_resumable(path: Path, model: Any) -> None:
     if there != here:
         raise UserError(f"--ckpt_path {path} is of a run of {there}, and this recipe trains {here}.")
     compare(model, state, path)
-
-
-def _last_saved(run_folder: Any) -> Path | None:
-    folder = run_folder._path  # None when the run was broken off before it had one
-    last = folder and folder / "checkpoints" / "last.ckpt"
-    return last if last and last.exists() else None
 
 
 def _say_how_to_resume(

@@ -145,7 +145,7 @@ class Command(LightningCLI):
             settings[key] = [*(given if isinstance(given, list) else [given]), *changes.pop(key, [])]
         settings.update(changes)
         trainer = self.trainer_class(**settings)
-        asked = settings.get("precision")
+        asked = trainer.precision  # Lightning has put bf16-mixed in place of 16-mixed on a CPU
         precision = affordable(asked, trainer.strategy.root_device)
         if precision != asked:
             if getattr(self, "trainer", None) is None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from vision_attn.data.config import AugmentConfig
 from vision_attn.data.geometry import flip_and_crop, rectangle_mask, rectangles, resized_crops
+from vision_attn.data.luma import luma
 from vision_attn.data.mixing import draw_mix, mix
 from vision_attn.data.policy import color_jitter, rand_augment
 from vision_attn.data.randomness import Stream, hashes, uniforms
@@ -24,7 +25,7 @@ class Augmenter:
 
     Args:
         config: what to do to training images.
-        mean, std: per channel, of pixels scaled to 0...1.
+        mean, std: per channel, of pixels scaled to 0...1; of one channel where a model sees brightness alone.
         num_classes: length of soft labels.
         seed: of the run.
         channels_last: give images in this memory format.
@@ -52,9 +53,11 @@ class Augmenter:
             images: (B, 3, H, W) uint8.
 
         Returns:
-            (B, 3, H, W) float32.
+            (B, 3, H, W) float32, or (B, 1, H, W) where there are statistics of one channel.
         """
         out = images.float()
+        if self.scale.shape[1] == 1:
+            out = luma(out)
         if self.channels_last:  # after the cast: copying bytes into this layout takes twice as long
             out = out.contiguous(memory_format=torch.channels_last)
         return out.mul_(self.scale.to(out.device)).add_(self.shift.to(out.device))
@@ -137,7 +140,8 @@ class Augmenter:
             return self._view_chunk(images, index, epoch, cropped, lane)
         # in pieces that stay in the cache: a batch of 512 costs four of 128, and not eight
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        out = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
+        shape = (len(images), self.scale.shape[1], *images.shape[2:])
+        out = torch.empty(shape, dtype=torch.float32, memory_format=layout)
         size = max(1, _CHUNK_PIXELS // images[0].numel())
         for start in range(0, len(images), size):
             part = slice(start, start + size)

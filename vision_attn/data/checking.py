@@ -16,7 +16,7 @@ from vision_attn.data.coco import KEYS, read_coco
 from vision_attn.data.coco_images import compare_with_files, image_folder_of, in_threads, look_at
 from vision_attn.data.coco_table import CocoTable, fit_boxes, match_categories
 from vision_attn.data.findings import Finding, Findings, short_names
-from vision_attn.data.image_folder import refuse_other_splits
+from vision_attn.data.image_folder import class_names, refuse_other_splits
 from vision_attn.data.images import files_below, is_image
 from vision_attn.data.verify import Verifier
 from vision_attn.errors import UserError
@@ -67,7 +67,7 @@ def check_path(path: Path, images: Path | None = None) -> list[Part]:
                 f"{path} holds {len(files)} annotation files: name one of them to say where its images are."
             )
         parts = _check_all(files, path, images)
-    elif folders := class_folders(path):
+    elif folders := split_folders(path):
         refuse_other_splits(path)
         parts = [check_class_folder(folder, folders[0]) for folder in folders]
     else:
@@ -201,7 +201,7 @@ def _check_boxes(table: CocoTable, findings: Findings) -> None:
 # -- folders of classes -------------------------------------------------------------------------------
 
 
-def class_folders(folder: Path) -> list[Path]:
+def split_folders(folder: Path) -> list[Path]:
     """The folders that hold class folders: ``train``, ``val`` and ``test`` where there are, else the folder itself."""
     splits = [folder / name for name in ("train", "val", "test") if (folder / name).is_dir()]
     found = [split for split in splits if _classes(split)]
@@ -250,12 +250,8 @@ def check_class_folder(folder: Path, reference: Path) -> Part:
 
 def _classes(folder: Path) -> list[str]:
     """Folders that are named like classes; only those of a folder that holds images somewhere below them count."""
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    return names if any(_has_image(folder / name) for name in names) else []
-
-
-def _has_image(folder: Path) -> bool:
-    return any(is_image(file) for file in folder.rglob("*"))
+    names = class_names(folder)
+    return names if any(is_image(file) for name in names for file in files_below(folder / name)) else []
 
 
 def _same_image_two_classes(part: Part, findings: Findings) -> None:

@@ -55,7 +55,7 @@ class ImageData(SplitData):
         memory_limit_mb: image folders up to this many decoded megabytes are kept in memory.
         verify_images: decode images too many for memory once before training, so that a damaged file is found then and
             not hours later. The first start takes 6 ms of one core for a JPEG of 640 x 480, all cores at work; what was
-            whole is remembered in ``verified`` under the data root, until a file changes.
+            whole is remembered in ``$VISION_ATTN_DATA/verified`` (``~/.cache/vision_attn``), until a file changes.
 
     Attributes:
         num_classes, labels, in_chans, img_size, preprocess: known at once, before any pixel is read.

@@ -82,8 +82,9 @@ class DetectionData(SplitData):
             place of one that goes bad during a run another is trained on; in evaluation its objects count as missed.
         verify_images: decode every image once before training, so that a damaged file is found then and not hours
             later. The first start takes 6 ms of one core for a JPEG of 640 x 480, so 12 minutes of one core for COCO,
-            all cores at work; what was whole is remembered in ``verified`` under ``cache``, else under the data root,
-            until a file changes. False: a file whose damage does not show at its ends is found when its turn comes.
+            all cores at work; what was whole is remembered in ``verified`` under ``cache``, else under
+            ``$VISION_ATTN_DATA`` (``~/.cache/vision_attn``), until a file changes. False: a file whose damage does not
+            show at its ends is found when its turn comes.
         overlap: what to do with validation or test images that are in the training set too, by their pixels (by the
             bytes of the files without ``verify_images``): ``error``, ``drop`` them from training with a warning, or
             ``allow`` them with a warning.

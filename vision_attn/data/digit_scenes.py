@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from vision_attn.data.luma import LUMA
 from vision_attn.data.sources import Digits, SourceOptions, Split
 from vision_attn.errors import UserError
 
@@ -47,7 +48,7 @@ DARK = 0.4  # the lightest a channel of the ground may be
 RUN, NEAR = 0.2, 0.2  # how far a channel changes along the ground, and of clutter from the ground
 CLUTTER, NOISE = 6, 0.06
 VERSION = 2  # of this recipe: part of the folder's name, so that other scenes are never mistaken for these
-_LUMA = np.array([0.299, 0.587, 0.114])
+_LUMA = np.array(LUMA)
 _HUFFMAN = 2  # zlib's strategy: noise holds nothing to look for, a third of the time and no more bytes
 _SPLITS: tuple[Split, ...] = ("train", "val", "test")
 

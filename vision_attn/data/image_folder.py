@@ -71,7 +71,7 @@ class ImageFolder(Source):
                 "out, or rename that folder."
             )
         training = self.root if self.flat else self.root / "train"
-        self.labels = _class_folders(training)
+        self.labels = class_names(training)
         if not self.labels:
             raise UserError(f"{training} has no class folders: expected {training}/<class>/<image>.")
         self._files = {"train": self._list(training)}
@@ -81,7 +81,7 @@ class ImageFolder(Source):
 
     def _list(self, folder: Path) -> tuple[list[str], Tensor]:
         """Paths and labels (N,) of all images below a folder of class folders."""
-        names = _class_folders(folder)
+        names = class_names(folder)
         strange = sorted(set(names) - set(self.labels))
         if strange:
             raise UserError(
@@ -197,7 +197,8 @@ def hold_out_by_path(paths: Sequence[str], labels: Tensor, share: float, purpose
     return held
 
 
-def _class_folders(folder: Path) -> list[str]:
+def class_names(folder: Path) -> list[str]:
+    """The names of the folders in a folder, sorted, but for hidden ones."""
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
@@ -215,10 +216,10 @@ def refuse_other_splits(root: Path) -> None:
     Raises:
         UserError: saying what was found and what it should be called.
     """
-    folders = _class_folders(root)
+    folders = class_names(root)
     known = {alias: split for split, aliases in SPLITS.items() for alias in aliases}
     found = {name: known[name.casefold()] for name in folders if name.casefold() in known}
-    holding = [name for name in found if _class_folders(root / name)]
+    holding = [name for name in found if class_names(root / name)]
     if (root / "train").is_dir():  # what is missing beside it may be there by another name
         strange = [name for name in holding if not (root / found[name]).is_dir()]
         wrong = f"{root} holds train and {_few(strange)}: images there would not be looked at"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vision_attn.data.luma import luma
 from vision_attn.data.randomness import Stream, uniforms
 
 # in the order of the numbers that are drawn
@@ -32,7 +33,6 @@ OPS = (
     "translate_y",
 )
 _FIRST_ENHANCEMENT, _FIRST_GEOMETRIC = OPS.index("brightness"), OPS.index("rotate")
-_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in Pillow
 
 
 def rand_augment(
@@ -125,9 +125,9 @@ def enhance(images: Tensor, op: str, factor: Tensor) -> Tensor:
     if op == "brightness":
         out = pixels.mul_(factor)
     elif op == "contrast":
-        out = torch.lerp(_grey(pixels).mean((1, 2, 3), keepdim=True), pixels, factor)
+        out = torch.lerp(luma(pixels).mean((1, 2, 3), keepdim=True), pixels, factor)
     elif op == "color":
-        out = torch.lerp(_grey(pixels), pixels, factor)
+        out = torch.lerp(luma(pixels), pixels, factor)
     else:
         out = torch.lerp(_smooth(pixels), pixels, factor)
     return out.clamp_(0, 255).round_().to(torch.uint8)
@@ -176,21 +176,15 @@ def color_jitter(images: Tensor, strength: float, draw: Tensor, mask: Tensor | N
     """
     brightness, contrast, saturation = (1.0 + strength * (2.0 * draw - 1.0))[:, :, None, None, None].unbind(1)
     pixels = images.float().mul_(brightness).clamp_(0, 255)
-    grey = _grey(pixels)
+    grey = luma(pixels)
     if mask is None:
         mean = grey.mean((1, 2, 3), keepdim=True)
     else:
         inside = mask[:, None]
         mean = (grey * inside).sum((1, 2, 3), keepdim=True) / inside.sum((1, 2, 3), keepdim=True).clamp(min=1)
     pixels = torch.lerp(mean, pixels, contrast).clamp_(0, 255)
-    pixels = torch.lerp(_grey(pixels), pixels, saturation).clamp_(0, 255)
+    pixels = torch.lerp(luma(pixels), pixels, saturation).clamp_(0, 255)
     return pixels.round_().to(torch.uint8)
-
-
-def _grey(pixels: Tensor) -> Tensor:
-    """(n, 1, H, W) luma of (n, 3, H, W)."""
-    red, green, blue = _LUMA
-    return pixels[:, 0:1] * red + pixels[:, 1:2] * green + pixels[:, 2:3] * blue
 
 
 def _smooth(pixels: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vision_attn.data.luma import luma
 from vision_attn.detection.postprocess import postprocess
 from vision_attn.errors import UserError
 
@@ -162,7 +163,7 @@ def prepare(pictures: Sequence[Image.Image], config: dict[str, Any]) -> list[Ten
         draw_view(resize_picture(picture, stored[row].tolist()), views, row, pixels, ground)
         x = pixels.float() / 255.0
         if len(mean) == 1:
-            x = (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(0, keepdim=True)  # ITU-R 601 luma
+            x = luma(x)
         images.append((x - mean) / std)
     return images
 

@@ -217,7 +217,10 @@ def is_sharded(trainer: Trainer) -> bool:
 def _samples(trainer: Trainer, module: LightningModule, count: int) -> dict[str, Tensor]:
     """The first validation images, as the model is given them, and their mask; nothing where there are none."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    loader = trainer.val_dataloaders if data is None else data.val_dataloader()
+    if hasattr(data, "whole_dataloader"):  # the first of all, not of this process's share
+        loader = None if data.split("val") is None else data.whole_dataloader("val")
+    else:
+        loader = trainer.val_dataloaders if data is None else data.val_dataloader()
     if isinstance(loader, list | tuple):
         loader = loader[0] if loader else None
     batch = None if loader is None else next(iter(loader), None)

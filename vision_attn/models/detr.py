@@ -82,7 +82,7 @@ class DETR(nn.Module):
 
     head_names = ("class_embed", "label_embed", "selection.class_embed")  # replaced for another number of classes
     output_names = ("class_embed", "bbox_embed", "selection.class_embed", "selection.bbox_embed")  # not for Muon
-    unsaved = ("backbone_weights",)  # a saved model has its own weights
+    not_in_config = ("backbone_weights",)  # a saved model has its own weights
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class DETR(nn.Module):
             backbone, in_chans=in_chans, img_size=self.img_size, weights=backbone_weights, options=backbone_options
         )
         if backbone_weights:  # which are not saved, but their norm is
-            self.saved = {"backbone_options": with_norm(backbone, backbone_weights, backbone_options)}
+            self.config_args = {"backbone_options": with_norm(backbone, backbone_weights, backbone_options)}
         self.preprocess = preprocessing(backbone, in_chans)
         self.input_proj = nn.Conv2d(self.backbone.channels, embed_dim, 1)
         config = AttentionConfig.of(attention)

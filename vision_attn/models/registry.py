@@ -128,8 +128,8 @@ def create_model(
     size = [size, size] if isinstance(size, int) else list(size)
     if task == "detection":
         given["num_classes"] = model.num_classes  # type: ignore[assignment]
-    args = {key: value for key, value in {**given, **kwargs}.items() if key not in getattr(model, "unsaved", ())}
-    args |= getattr(model, "saved", {})
+    args = {key: value for key, value in {**given, **kwargs}.items() if key not in getattr(model, "not_in_config", ())}
+    args |= getattr(model, "config_args", {})
     model.config = {  # type: ignore[assignment]
         "task": task,
         "name": name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -86,7 +87,12 @@ class RunCheckpoint(Checkpoint):
         self.stop.take_back()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the time to the first save from here; have the last epoch validated, also when it is gone on with."""
+        """Count the time to the first save from here; have the last epoch validated, also when it is gone on with.
+
+        Raises:
+            UserError: validations, which save, would come between batches whose gradients are added up.
+        """
+        refuse_broken_steps(trainer)
         self._saved_at = self._clock()
         self.stop.take_back()
         self._validate_last_epoch(trainer)
@@ -201,6 +207,25 @@ def _is_finite(module: LightningModule) -> bool:
 
 def _link_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.link")
+
+
+def refuse_broken_steps(trainer: Trainer) -> None:
+    """Refuses validations between batches whose gradients are added up: no checkpoint holds a sum that is not whole.
+
+    Raises:
+        UserError: saying which rhythm would do.
+    """
+    several, length = trainer.accumulate_grad_batches, trainer.num_training_batches
+    every: Any = trainer.val_check_batch  # None: by the clock
+    counts_on = trainer.check_val_every_n_epoch is None  # over the ends of epochs, where a sum ends, too
+    if several == 1 or (not counts_on and every in (math.inf, length)):
+        return
+    if every is None or every % several or (counts_on and length % several):
+        raise UserError(
+            f"--trainer.val_check_interval would have validations, which save, between the {several} batches whose "
+            "gradients are added up (--trainer.accumulate_grad_batches): give it as a multiple of "
+            f"{several} batches, or validate after epochs."
+        )
 
 
 def _validation_follows(trainer: Trainer) -> bool:

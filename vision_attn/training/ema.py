@@ -61,10 +61,16 @@ class EMA(WeightAveraging):
         """Make the average.
 
         Raises:
-            UserError: the strategy shards the weights.
+            UserError: the strategy shards the weights, or they are not kept in float32.
         """
         if "FSDP" in type(trainer.strategy).__name__:
             raise UserError("averaging does not work with weights sharded by FSDP: set --ema.decay 0")
+        if "true" in trainer.precision and trainer.precision != "32-true":  # half precision would round its steps off
+            raise UserError(
+                f"averaging needs weights in float32, not --trainer.precision {trainer.precision}: take bf16-mixed, or "
+                "set --ema.decay 0"
+            )
+        self._device = trainer.strategy.root_device  # where the module will be only later
         super().setup(trainer, pl_module, stage)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

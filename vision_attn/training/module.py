@@ -22,6 +22,7 @@ from vision_attn.training.optimizers import (
     hyperparameters,
     parameter_names,
 )
+from vision_attn.training.precision import widest
 from vision_attn.training.schedule import lr_factor_by_budget, lr_factor_by_step
 
 
@@ -224,8 +225,9 @@ class TrainingModule(pl.LightningModule):
 
     def _over_processes(self) -> Tensor:
         """The sums in the order of their names, and the number of images, over all processes: all of them must ask."""
-        images = torch.tensor(float(self._images), dtype=torch.float64, device=self.device)
-        values = torch.stack([self._sums[name].double() for name in sorted(self._sums)] + [images])
+        dtype = widest(self.device)
+        images = torch.tensor(float(self._images), dtype=dtype, device=self.device)
+        values = torch.stack([self._sums[name].to(dtype) for name in sorted(self._sums)] + [images])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(values)
         return values

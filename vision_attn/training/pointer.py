@@ -15,6 +15,7 @@ from vision_attn.training.building import build_model, check_task
 from vision_attn.training.classifier import prefers_channels_last
 from vision_attn.training.module import TrainingModule
 from vision_attn.training.optimizers import OptimizerConfig
+from vision_attn.training.precision import widest
 from vision_attn.training.reinforce import draws_keys
 
 
@@ -103,7 +104,7 @@ class Sorter(TrainingModule):
         right = self.model.order(images, mask) == order  # beyond the end both are −1
         real = order >= 0
         hits, steps, count = (right & real).sum(), real.sum(), loss.new_tensor(len(order))
-        values = torch.stack([loss * steps, hits, steps, right.all(1).sum(), count]).double()
+        values = torch.stack([loss * steps, hits, steps, right.all(1).sum(), count]).to(widest(loss.device))
         suffix = batch.get("suffix", "")
         self._totals[suffix] = self._totals[suffix] + values if suffix in self._totals else values
 

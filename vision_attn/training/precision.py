@@ -12,6 +12,11 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return True
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """What many numbers are added up in: float64, but on Apple's GPUs, which have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def affordable(precision: str | int | None, device: torch.device) -> str | int | None:
     """The precision asked for, or ``32-true`` in place of bfloat16 on a processor without bfloat16 instructions."""
     if isinstance(precision, str) and precision.startswith("bf16") and not multiplies_bfloat16(device):

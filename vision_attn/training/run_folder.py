@@ -72,7 +72,7 @@ def latest_run(root: str | Path, recipe: str) -> Path:
     """
     parent = Path(root) / recipe
     for number in sorted(_numbers(parent), reverse=True):
-        if (parent / str(number) / "checkpoints" / "last.ckpt").is_file():
+        if (parent / str(number) / "checkpoints" / "last.ckpt").exists():  # a folder where processes share the weights
             return parent / str(number)
     others = [p.name for p in Path(root).iterdir() if p.is_dir()] if Path(root).is_dir() else []
     raise UserError(
@@ -130,6 +130,12 @@ class RunFolder(Callback):
         """Where the run lies; known once training is being set up."""
         assert self._path is not None, "the run folder is made when training is set up"
         return self._path
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """What training can go on from; None where it was broken off before anything was saved."""
+        last = self._path and self._path / "checkpoints" / "last.ckpt"
+        return last if last and last.exists() else None
 
     @property
     def seconds(self) -> float:
