@@ -101,6 +101,15 @@ def test_every_mechanism(gpu, options):
     check(va.create_model("vit_tiny_patch16_224", num_classes=CLASSES, attention=options, **VIT), gpu)
 
 
+@pytest.mark.parametrize("options", variants().values(), ids=variants())
+def test_gradients_of_every_mechanism(options):
+    """By the meta device, through which gradients can pass: for fake tensors, PyTorch asks for a real GPU."""
+    model = va.create_model("vit_tiny_patch16_224", num_classes=CLASSES, attention=options, **VIT).to("meta").train()
+    x = torch.randn(2, 3, 32, 40, device="meta", requires_grad=True)
+    model(x).sum().backward()
+    assert devices([x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]) == {"meta"}
+
+
 @pytest.mark.parametrize(
     "name",
     ["cct_2_3x2_32", "swin_cifar_small", "swinv2_cifar_tiny", "cvt_7_4_32", "glimpse_small_32"],
