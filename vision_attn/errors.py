@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(ValueError):
@@ -36,3 +36,23 @@ def first_line(error: BaseException, most: int | None = None) -> str:
         most: characters of it.
     """
     return str(error).strip().split("\n")[0][:most] or type(error).__name__
+
+
+def refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
+    """Refuse the predictions of a batch unless all are numbers.
+
+    Args:
+        fine: of every image, whether its are.
+        names: of the images; None for their places.
+
+    Raises:
+        UserError: naming the images.
+    """
+    if all(fine):
+        return
+    bad = [i for i, ok in enumerate(fine) if not ok]
+    called = [names[i] if names is not None else f"image {i} of the batch" for i in bad[:3]]
+    raise UserError(
+        f"{', '.join(called)}{', …' * (len(bad) > 3)}: predictions are NaN. The weights have probably diverged: try an "
+        "earlier checkpoint."
+    )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vision_attn.data.images import image_files, read_image, resize_and_crop, to_rgb
 from vision_attn.data.luma import luma
-from vision_attn.errors import UserError
+from vision_attn.errors import UserError, refuse_nan
 
 if TYPE_CHECKING:
     from vision_attn.detection.inference import Detections
@@ -183,8 +183,6 @@ def _classify(
     model: nn.Module, pictures: Sequence[Image.Image], sources: Sequence[str], *, config: dict[str, Any], topk: int
 ) -> list[Classification]:
     """One forward pass over some pictures."""
-    from vision_attn.detection.postprocess import refuse_nan
-
     x = preprocess(pictures, config)  # (B, C, H, W)
     labels = config.get("labels")
     where = next(model.parameters())
@@ -204,8 +202,6 @@ def _classify(
 
 def _sort(model: nn.Module, sources: Sequence[tuple[ImageLike, str]], config: dict[str, Any]) -> list[Pointed]:
     """All images as one sequence, in the order pointed at."""
-    from vision_attn.detection.postprocess import refuse_nan
-
     where = next(model.parameters())
     x = preprocess([_picture(image, source) for image, source in sources], config)  # (n, C, H, W)
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vision_attn.detection.boxes import cxcywh_to_xyxy
-from vision_attn.errors import UserError
+from vision_attn.errors import refuse_nan
 
 Found = dict[str, Tensor]
 """``scores``, ``labels``, ``boxes`` and ``queries`` of one image, still as tensors on the model's device."""
@@ -65,26 +65,6 @@ def postprocess(
     refuse_nan(all_fine, names)
     parts = {"scores": scores, "labels": labels, "boxes": corners, "queries": queries}
     return [{name: part[i, :k] for name, part in parts.items()} for i, k in enumerate(kept)]
-
-
-def refuse_nan(fine: Sequence[int], names: Sequence[str] | None) -> None:
-    """Refuse the predictions of a batch unless all are numbers.
-
-    Args:
-        fine: of every image, whether its are.
-        names: of the images; None for their places.
-
-    Raises:
-        UserError: naming the images.
-    """
-    if all(fine):
-        return
-    bad = [i for i, ok in enumerate(fine) if not ok]
-    called = [names[i] if names is not None else f"image {i} of the batch" for i in bad[:3]]
-    raise UserError(
-        f"{', '.join(called)}{', …' * (len(bad) > 3)}: predictions are NaN. The weights have probably diverged: try an "
-        "earlier checkpoint."
-    )
 
 
 def nms(detections: Sequence[Found], iou_threshold: float = 0.5) -> list[Found]:
