@@ -53,8 +53,8 @@ def test_val_fraction(root: Path) -> None:
     everything = ImageData("cifar10", root=root, val_fraction=0.0)
     everything.setup("fit")
     assert everything.val_dataloader() == []
-    assert len(everything._required("train")) == 55
-    assert len(ImageData("cifar10", root=root, val_fraction=0.2)._required("val")) == 11
+    assert len(everything.required("train")) == 55
+    assert len(ImageData("cifar10", root=root, val_fraction=0.2).required("val")) == 11
 
 
 def test_nothing_is_run_by_a_pickle(root: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_environment_names_the_root(root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_official_cifar10(cifar10_root: Path) -> None:
     data = ImageData("cifar10", root=cifar10_root)
     data.setup("fit")
-    train, val = data._required("train"), data._required("val")
+    train, val = data.required("train"), data.required("val")
     assert (len(train), len(val)) == (45000, 5000)
     # the first training image is the frog that everybody has seen
     assert data.labels[int(train.labels[0])] == "frog"

@@ -18,14 +18,14 @@ def test_digits_splits_are_fixed_balanced_and_disjoint() -> None:
     assert sorted(data._splits) == ["train", "val"]
     first = data.data_hash
     data.setup("test")
-    parts = [data._required(name) for name in ("train", "val", "test")]  # type: ignore[arg-type]
+    parts = [data.required(name) for name in ("train", "val", "test")]  # type: ignore[arg-type]
     assert [len(part) for part in parts] == [1257, 270, 270]
     assert sorted(torch.cat([part.ids for part in parts]).tolist()) == list(range(1797))
     assert parts[2].labels.bincount().min() >= 25
     other = ImageData("digits", seed=2)
     other.setup("fit")
     assert other.data_hash == first != data.data_hash
-    assert len(ImageData("digits", fraction=0.5)._required("train")) == 628
+    assert len(ImageData("digits", fraction=0.5).required("train")) == 628
 
 
 def test_digits_resized_and_normalised() -> None:
@@ -138,7 +138,7 @@ def test_sets_of_one_size_are_what_they_were() -> None:
 
 def test_plain_images_are_chosen_by_the_seed_and_balanced() -> None:
     data = ImageData("digits", seed=3)
-    train = data._required("train")
+    train = data.required("train")
     rows = subset_rows(train.labels, train.ids, 1.0, 101, 3)
     assert rows is not None
     torch.testing.assert_close(data.plain_images(101), data.augmenter.normalize(train.batch(rows)["image"]))

@@ -33,13 +33,13 @@ def test_flat_folder_is_split_and_balanced(flat: Path) -> None:
     assert data.labels == ["cat", "dog"]
     assert data.preprocess["size"] == [5, 7]
     data.setup()
-    splits = {name: data._required(name) for name in ("train", "val", "test")}  # type: ignore[arg-type]
+    splits = {name: data.required(name) for name in ("train", "val", "test")}  # type: ignore[arg-type]
     assert sorted(torch.cat([part.ids for part in splits.values()]).tolist()) == list(range(40))
     for name, least, most in (("train", 20, 36), ("val", 2, 12), ("test", 2, 12)):
         assert least <= len(splits[name]) <= most
         assert splits[name].labels.bincount(minlength=2).min() >= 1
     again = ImageData("image_folder", root=flat, img_size=(5, 7), seed=2)
-    assert torch.equal(again._required("test").ids, splits["test"].ids)
+    assert torch.equal(again.required("test").ids, splits["test"].ids)
     assert isinstance(splits["train"], MemorySet)
     assert splits["train"].images.shape == (len(splits["train"]), 3, 5, 7)
 
@@ -47,13 +47,13 @@ def test_flat_folder_is_split_and_balanced(flat: Path) -> None:
 def test_streamed_and_memory_agree(flat: Path) -> None:
     small = ImageData("image_folder", root=flat, img_size=7)
     large = ImageData("image_folder", root=flat, img_size=7, memory_limit_mb=0)
-    one, other = small._required("val"), large._required("val")
+    one, other = small.required("val"), large.required("val")
     assert isinstance(other, StreamedSet)
     rows = torch.tensor([len(one) - 1, 0, 1])
     for key in ("image", "label", "index"):
         torch.testing.assert_close(one.batch(rows)[key], other.batch(rows)[key], rtol=0, atol=0)
     assert large.data_hash
-    assert len(next(iter(large.train_dataloader()))["label"]) == len(large._required("train"))
+    assert len(next(iter(large.train_dataloader()))["label"]) == len(large.required("train"))
 
 
 def files_of(root: Path, **options: Any) -> dict[str, set[str]]:
@@ -154,7 +154,7 @@ def test_a_damaged_file_of_a_streamed_set_is_found_at_setup(flat: Path, monkeypa
     ImageData("image_folder", root=flat, img_size=5, memory_limit_mb=0).setup(stage)
     monkeypatch.undo()
     path.write_bytes(content[:900])  # gone bad since
-    part = data._required(split)  # type: ignore[arg-type]
+    part = data.required(split)  # type: ignore[arg-type]
     row = part.paths.index(str(path))  # type: ignore[union-attr]
     with pytest.raises(UserError, match="Replace it") as raised:
         part.batch(torch.tensor([row]), epoch=0)  # type: ignore[call-arg]
@@ -166,7 +166,7 @@ def test_explicit_splits(tmp_path: Path) -> None:
         for number in range(count):
             picture(tmp_path / split / "ab"[number % 2] / "below" / f"{number}.JPG")
     data = ImageData("image_folder", root=tmp_path, img_size=5)
-    assert (len(data._required("train")), len(data._required("val"))) == (20, 4)
+    assert (len(data.required("train")), len(data.required("val"))) == (20, 4)
     with pytest.raises(UserError, match="no test images"):
         data.test_dataloader()
     with pytest.raises(UserError, match="val_fraction has nothing to say"):
@@ -281,7 +281,7 @@ def test_both_sets_are_cut_and_resized_as_asked(tmp_path: Path) -> None:
     for data in (small, large):
         assert (data.preprocess["crop_pct"], data.preprocess["interpolation"]) == (0.7, "bicubic")
     for split in ("train", "val", "test"):  # the training set is a subset, so it went through ``take``
-        one, other = small._required(split), large._required(split)  # type: ignore[arg-type]
+        one, other = small.required(split), large.required(split)  # type: ignore[arg-type]
         assert isinstance(one, MemorySet)
         assert isinstance(other, StreamedSet)
         rows = torch.arange(len(one))
@@ -292,7 +292,7 @@ def test_both_sets_are_cut_and_resized_as_asked(tmp_path: Path) -> None:
     augment = AugmentConfig(resized_crop=0.3)
     drawn = [
         ImageData("image_folder", memory_limit_mb=0, augment=augment, **{**options, "interpolation": name})  # type: ignore[arg-type]
-        ._required("train")
+        .required("train")
         .batch(torch.arange(7), epoch=0)["image"]  # type: ignore[call-arg]
         for name in ("bicubic", "nearest")
     ]
@@ -362,6 +362,6 @@ def test_a_first_layer_sees_every_class(tmp_path: Path, limit: int) -> None:
         assert counts.min() >= 3
         seen.append(images)
     torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0)
-    train = data._required("train")
+    train = data.required("train")
     everything = data.augmenter.normalize(train.batch(torch.arange(len(train)))["image"])
     torch.testing.assert_close(data.plain_images(1000), everything)

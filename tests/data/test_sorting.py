@@ -142,7 +142,7 @@ def test_choices_that_make_no_sense(options, words):
 
 def test_a_set_that_is_streamed_cannot_be_sorted(monkeypatch):
     data = SortingData()
-    monkeypatch.setattr(data, "_required", lambda split: object())
+    monkeypatch.setattr(data, "required", lambda split: object())
     with pytest.raises(UserError, match="memory_limit_mb"):
         data.sequences_of("train")
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from vision_attn.errors import UserError
 
+STAGES = {"validate": "val", "test": "test"}
+"""The split that a verb looks at."""
+
 OF_A_RUN = (
     *("accelerator", "devices", "num_nodes", "strategy"),
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "fast_dev_run", "overfit_batches"),
@@ -89,9 +92,8 @@ def _run(command: Any, verb: str, model: Any, data: Any) -> tuple[dict[str, floa
     run = trainer.validate if verb == "validate" else trainer.test
     found = run(module, datamodule=data, verbose=False)
     if not found:
-        stage = "val" if verb == "validate" else "test"
-        data._required(stage)
-        raise UserError(f"no image was looked at: give --trainer.limit_{stage}_batches at least 1")
+        data.required(STAGES[verb])
+        raise UserError(f"no image was looked at: give --trainer.limit_{STAGES[verb]}_batches at least 1")
     return dict(found[0]), getattr(module, "evaluation", None), counter.images if counter.limited else None
 
 
@@ -144,9 +146,10 @@ def reset_trainer(trainer: Any, argv: list[str], keep: bool = False) -> None:
     given = {option[1] for option in options}  # the strategy's own options mean that it stays
     whole = yaml.safe_load(option_value(argv, "--trainer") or "{}")
     given |= set(whole if isinstance(whole, dict) else OF_A_RUN)
-    for name in () if keep else OF_A_RUN:
-        if name not in given:
-            trainer[name] = 1 if name == "devices" else defaults[name]
+    if keep:
+        given |= set(OF_A_RUN)
+    for name in set(OF_A_RUN) - given:
+        trainer[name] = 1 if name == "devices" else defaults[name]
     trainer.logger, trainer.callbacks, trainer.profiler, trainer.default_root_dir = False, None, None, None
     trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches = 1, -1, 1
 
@@ -229,7 +232,7 @@ def check_categories(ids: list[int], labels: list[str] | None, data: Any, path: 
 
 
 def _report(verb: str, path: str, model: Any, data: Any, results: dict[str, float], images: int | None = None) -> None:
-    stage = "val" if verb == "validate" else "test"
+    stage = STAGES[verb]
     seen = data.describe(stage) if hasattr(data, "describe") else f"{len(data.split(stage)):,} {stage} images"
     seen = seen if images is None else f"{images:,} of {seen}"
     print(f"{model.config['name']} ({path}) on {seen} of {data.name}")
@@ -244,7 +247,7 @@ def _report_detections(verb: str, evaluation: Any, results: dict[str, float] | N
     from vision_attn.cli.arguments import console
     from vision_attn.detection.report import class_table, nms_beside
 
-    stage = "val" if verb == "validate" else "test"
+    stage = STAGES[verb]
     known = {name.removeprefix(f"{stage}/"): value for name, value in (results or {}).items() if "/ap_nms" in name}
     for name, value in (known or nms_beside(evaluation)).items():
         print(f"{stage}/{name}  {value:.4f}  with non-maximum suppression at IoU 0.{name[-2]}")

@@ -95,16 +95,16 @@ def resume_from(ckpt_path: str | None, root: Path, recipe: str) -> tuple[str | N
     Raises:
         UserError: no such checkpoint.
     """
-    from vision_attn.training.run_folder import latest_run, run_of_checkpoint
+    from vision_attn.training.run_folder import last_checkpoint, latest_run, run_of_checkpoint
 
     if ckpt_path is None:
         return None, None
     if ckpt_path == "last":
         folder = latest_run(root, recipe)
-        return str(folder / "checkpoints" / "last.ckpt"), folder
+        return str(last_checkpoint(folder)), folder
     path = Path(ckpt_path)
-    if path.is_dir() and (path / "checkpoints" / "last.ckpt").exists():
-        path = path / "checkpoints" / "last.ckpt"
+    if path.is_dir() and last_checkpoint(path).exists():
+        path = last_checkpoint(path)
     if not path.exists():
         raise UserError(f"--ckpt_path: no such checkpoint: {path}")
     return str(path), run_of_checkpoint(path) if path.name == "last.ckpt" else None

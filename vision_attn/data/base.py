@@ -13,14 +13,14 @@ from vision_attn.data.sources import Split
 class SplitData(LightningDataModule):
     """Loaders that every process has its share of.
 
-    A subclass has ``split(name)`` and ``_required(name)``, which give a split (the latter refuses where there is none),
+    A subclass has ``split(name)`` and ``required(name)``, which give a split (the latter refuses where there is none),
     and ``batch_size``, ``eval_batch_size``, ``seed``, ``drop_last`` and ``num_workers``.
     """
 
     train_loader: ClassVar[Any]
     eval_loader: ClassVar[Any]
     split: Any
-    _required: Any
+    required: Any
     batch_size: int
     eval_batch_size: int
     seed: int
@@ -29,7 +29,7 @@ class SplitData(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         rank, world = rank_and_world()
-        data = self._required("train")
+        data = self.required("train")
         return self.train_loader(
             data,
             batch_size=self.batch_size,
@@ -63,7 +63,7 @@ class SplitData(LightningDataModule):
 
     def _eval_loader(self, name: Split, rank: int = 0, world: int = 1) -> Any:
         return self.eval_loader(
-            self._required(name),
+            self.required(name),
             batch_size=self.eval_batch_size,
             rank=rank,
             world=world,

@@ -163,7 +163,12 @@ class ImageData(SplitData):
             self.data_hash = hash_sets([part for _, part in sorted(self._splits.items()) if part is not None])
         return self._splits[name]
 
-    def _required(self, name: Split) -> MemorySet | StreamedSet:
+    def required(self, name: Split) -> MemorySet | StreamedSet:
+        """The split.
+
+        Raises:
+            UserError: it has no images.
+        """
         data = self.split(name)
         if data is None or len(data) == 0:
             raise UserError(f"The data set {self.name!r} has no {name} images (val_fraction, or a missing folder?).")
@@ -194,7 +199,7 @@ class ImageData(SplitData):
             (n, 3, H, W) uint8 images, mixing and erasing included, and their (n,) int64 labels (of a mixed image,
             the larger share).
         """
-        data = self._required("train")
+        data = self.required("train")
         loader = TrainLoader(
             data, batch_size=n, seed=self.seed, partners=self.augment.mixes and isinstance(data, MemorySet)
         )
@@ -211,7 +216,7 @@ class ImageData(SplitData):
 
         The first ones would not do: image folders come class by class.
         """
-        data = self._required("train")
+        data = self.required("train")
         rows = subset_rows(data.labels, data.ids, 1.0, n, self.seed)
         batch = data.batch(torch.arange(len(data.labels)) if rows is None else rows)
         return self.augmenter.normalize(batch["image"])

@@ -328,7 +328,12 @@ class DetectionData(SplitData):
             shared.append((name, pairs))
         return without_overlap(table, shared, self.overlap, findings)
 
-    def _required(self, name: Split) -> DetectionSet:
+    def required(self, name: Split) -> DetectionSet:
+        """The split.
+
+        Raises:
+            UserError: there is none.
+        """
         data = self.split(name)
         if data is None:
             raise UserError(f"The data set {self.name!r} has no {name} images: set data.{name}_json.")
@@ -339,7 +344,7 @@ class DetectionData(SplitData):
 
         Boxes are in pixels of ``orig_size``.
         """
-        return self._required(split).table.to_coco()
+        return self.required(split).table.to_coco()
 
     # -- loaders --------------------------------------------------------------------------------
 
@@ -381,7 +386,7 @@ class DetectionData(SplitData):
         Returns:
             A batch, see the class; :meth:`denormalize` gives pixels.
         """
-        data = self._required(split)
+        data = self.required(split)
         if split == "train":
             loader = DetectionTrainLoader(data, batch_size=n, seed=self.seed, group=1)
             rows = loader.rows(epoch)[0]
@@ -396,5 +401,5 @@ class DetectionData(SplitData):
 
     def describe(self, stage: Split) -> str:
         """What an evaluation looks at, in words."""
-        data = self._required(stage)
+        data = self.required(stage)
         return f"{len(data):,} {stage} images with {len(data.boxes.labels):,} boxes"

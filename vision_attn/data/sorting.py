@@ -192,7 +192,7 @@ class SortingData(ImageData):
         Raises:
             UserError: the data set has no such split, or it is too large for memory.
         """
-        data = self._required(name)
+        data = self.required(name)
         if not isinstance(data, MemorySet):
             raise UserError(f"Sorting needs the images of {self.name!r} in memory: raise --data.memory_limit_mb.")
         count = self.sequences if name == "train" else self.eval_sequences
@@ -231,4 +231,4 @@ class SortingData(ImageData):
         """What an evaluation looks at, in words."""
         lengths = self.eval_lengths[:1] if stage == "val" else self.eval_lengths
         of = " and ".join(map(str, lengths))
-        return f"{self.eval_sequences:,} sequences each of {of} out of {len(self._required(stage)):,} {stage} images"
+        return f"{self.eval_sequences:,} sequences each of {of} out of {len(self.required(stage)):,} {stage} images"

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from vision_attn.atomic import atomic_write, remove_leftovers
 from vision_attn.errors import UserError
 from vision_attn.training.interrupt import Interrupted, StopSignal
-from vision_attn.training.run_folder import RunFolder
+from vision_attn.training.run_folder import RunFolder, last_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -68,7 +68,7 @@ class RunCheckpoint(Checkpoint):
     @property
     def last_path(self) -> Path:
         """``<run>/checkpoints/last.ckpt``."""
-        return self.run.path / "checkpoints" / "last.ckpt"
+        return last_checkpoint(self.run.path)
 
     @property
     def best_path(self) -> Path:

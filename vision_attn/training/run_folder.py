@@ -64,6 +64,11 @@ def read_config(folder: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
+def last_checkpoint(folder: Path) -> Path:
+    """Where a run's last state is saved: a file, or a folder where processes share the weights out among them."""
+    return folder / "checkpoints" / "last.ckpt"
+
+
 def latest_run(root: str | Path, recipe: str) -> Path:
     """The newest run of ``recipe`` under ``root`` that has a checkpoint to go on from.
 
@@ -72,7 +77,7 @@ def latest_run(root: str | Path, recipe: str) -> Path:
     """
     parent = Path(root) / recipe
     for number in sorted(_numbers(parent), reverse=True):
-        if (parent / str(number) / "checkpoints" / "last.ckpt").exists():  # a folder where processes share the weights
+        if last_checkpoint(parent / str(number)).exists():
             return parent / str(number)
     others = [p.name for p in Path(root).iterdir() if p.is_dir()] if Path(root).is_dir() else []
     raise UserError(
@@ -134,7 +139,7 @@ class RunFolder(Callback):
     @property
     def last_checkpoint(self) -> Path | None:
         """What training can go on from; None where it was broken off before anything was saved."""
-        last = self._path and self._path / "checkpoints" / "last.ckpt"
+        last = self._path and last_checkpoint(self._path)
         return last if last and last.exists() else None
 
     @property
